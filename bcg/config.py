@@ -1,0 +1,170 @@
+"""Options of a runner, each settable by an environment variable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from bcg.errors import ConfigError
+
+ENVIRONMENT_PREFIX: Final = "BCG_"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How the text of one option is read, and what a user is told when it cannot be."""
+
+    accepted: str
+    parse: Callable[[str], Any]
+    check: Callable[[Any], bool]
+
+
+def _choice(*names: str) -> _Form:
+    return _Form("one of " + ", ".join(names), str.strip, lambda value: value in names)
+
+
+def _parse_bool(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    return words[text.strip().lower()]
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _count(least: int) -> _Form:
+    return _Form(f"a whole number, at least {least}", int, lambda value: _is_count(value, least))
+
+
+def _parse_names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _optional(form: _Form) -> _Form:
+    return _Form(
+        form.accepted + ", or 'none'",
+        lambda text: None if text.strip().lower() == "none" else form.parse(text),
+        lambda value: value is None or form.check(value),
+    )
+
+
+_BOOL: Final = _Form("true or false", _parse_bool, lambda value: isinstance(value, bool))
+_RATIO: Final = _Form(
+    "a number greater than 0",
+    float,
+    lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0,
+)
+_NAMES: Final = _Form(
+    "names separated by commas",
+    _parse_names,
+    lambda value: isinstance(value, tuple) and all(isinstance(name, str) for name in value),
+)
+
+
+def _option(default: Any, form: _Form) -> Any:
+    return field(default=default, metadata={"form": form})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """Hold the options of one runner.
+
+    Every field can be set by the environment variable ``BCG_<FIELD>`` (upper case). A value given in code wins over the
+    environment, the environment over the default. Tuples of names are separated by commas in the environment; ``none``
+    stands for None.
+
+    Attributes:
+        backend: ``auto`` (cuda for a module on a CUDA device, else tape), ``cuda`` or ``tape``.
+        max_entries: Captured signatures kept; the least recently used one goes first.
+        max_bytes: Device bytes that all entries may hold together; None for no limit.
+        max_rejections: Rejected signatures whose reason is remembered.
+        max_segments: Graph segments of one entry; a capture that needs more is rejected.
+        max_variants: Captured variants of one signature, which differ in guard values.
+        max_capture_attempts: Tries at one capture, each with one more operation made an eager break.
+        max_leaves: Leaves of all arguments together that a call is searched for; beyond it the call runs eagerly.
+        warmup_iterations: Eager forwards before a capture (kernel selection, caches, autotuning).
+        verify: ``exact`` (bit for bit), ``close`` (tolerance), ``off``, or ``auto``: close where something is
+            compiled, else exact.
+        collectives: ``capture`` puts collectives into segments, ``break`` runs them eagerly between segments.
+        eager_modules: Patterns of submodule names that run as eager breaks (``fnmatch``: ``*.ff_i``).
+        eager_functions: Functions, as ``package.module:function``, that run as eager breaks.
+        module_breaks: Turn a submodule into an eager break when its host reads change with the content.
+        capture_error_mode: CUDA's stream capture mode: ``thread_local``, ``relaxed`` or ``global``.
+        debug: Log more facts. Never changes behaviour.
+
+    Raises:
+        ConfigError: A value, given or from the environment, is not of the accepted form.
+
+    Example:
+        >>> RunnerConfig(max_entries=4).max_entries
+        4
+    """
+
+    backend: str = _option("auto", _choice("auto", "cuda", "tape"))
+    max_entries: int = _option(32, _count(1))
+    max_bytes: int | None = _option(None, _optional(_count(1)))
+    max_rejections: int = _option(256, _count(1))
+    max_segments: int = _option(1024, _count(1))
+    max_variants: int = _option(8, _count(1))
+    max_capture_attempts: int = _option(4, _count(1))
+    max_leaves: int = _option(2048, _count(1))
+    warmup_iterations: int = _option(2, _count(1))
+    verify: str = _option("auto", _choice("auto", "exact", "close", "off"))
+    collectives: str = _option("capture", _choice("capture", "break"))
+    eager_modules: tuple[str, ...] = _option((), _NAMES)
+    eager_functions: tuple[str, ...] = _option((), _NAMES)
+    module_breaks: bool = _option(True, _BOOL)
+    capture_error_mode: str = _option("thread_local", _choice("thread_local", "relaxed", "global"))
+    debug: bool = _option(False, _BOOL)
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            form: _Form = option.metadata["form"]
+            value = getattr(self, option.name)
+            if not form.check(value):
+                raise ConfigError(f"{option.name}={value!r} is not accepted: give {form.accepted}.")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **options: Any) -> RunnerConfig:
+        """Build a config from given options, then the environment, then the defaults.
+
+        Args:
+            environment: Where to read ``BCG_<FIELD>`` from; ``os.environ`` by default.
+            **options: Field values that win over the environment.
+
+        Returns:
+            The config.
+
+        Raises:
+            ConfigError: An unknown option, or a value that is not of the accepted form; the message names the option or
+                variable, the value and the accepted form.
+
+        Example:
+            >>> RunnerConfig.from_environment({"BCG_MAX_ENTRIES": "4"}).max_entries
+            4
+        """
+        names = [option.name for option in fields(cls)]
+        unknown = sorted(set(options) - set(names))
+        if unknown:
+            raise ConfigError(f"unknown option {', '.join(unknown)}: known options are {', '.join(names)}.")
+        source = os.environ if environment is None else environment
+        for option in fields(cls):
+            variable = ENVIRONMENT_PREFIX + option.name.upper()
+            if option.name not in options and variable in source:
+                options[option.name] = _read(variable, source[variable], option.metadata["form"])
+        return cls(**options)
+
+
+def _read(variable: str, text: str, form: _Form) -> Any:
+    try:
+        value = form.parse(text)
+    except (ValueError, KeyError):
+        value = None
+        readable = False
+    else:
+        readable = form.check(value)
+    if not readable:
+        raise ConfigError(f"{variable}={text!r} is not accepted: give {form.accepted}.")
+    return value
