@@ -1,0 +1,1 @@
+"""One short adapter per diffusers family, and a tiny checkpoint of it to try things on without downloading anything."""
