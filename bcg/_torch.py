@@ -1,0 +1,177 @@
+"""Every private torch API that bcg uses, and nothing else.
+
+These move between releases, so each stands in one function with the reason it is needed; tests/test_torch_private.py
+calls every one on the installed torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch as python_dispatch
+
+
+class WrittenArgument(NamedTuple):
+    """Where an operator takes an argument that it writes to."""
+
+    position: int
+    name: str
+
+
+@lru_cache(maxsize=None)
+def written_arguments(operator: Any) -> tuple[WrittenArgument, ...]:
+    """Return the arguments that an operator writes to, from its schema (no public accessor exists)."""
+    arguments = operator._schema.arguments
+    return tuple(
+        WrittenArgument(position, argument.name)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@lru_cache(maxsize=None)
+def argument_position(operator: Any, name: str) -> int | None:
+    """Return the position of an operator's argument, or None where it has no such argument."""
+    names = [argument.name for argument in operator._schema.arguments]
+    return names.index(name) if name in names else None
+
+
+@lru_cache(maxsize=None)
+def can_decompose(operator: Any) -> bool:
+    """Tell whether an operator is composite; under inference mode such operators reach a dispatch mode whole."""
+    return bool(operator._can_decompose())
+
+
+def operator_name(operator: Any) -> str:
+    """Return ``aten::index.Tensor`` for an operator overload."""
+    return str(operator.name())
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that is equal for tensors that share a storage, while one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Run a block with no TorchDispatchMode on this thread (torch has no public way to step out of them)."""
+    with python_dispatch._disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def without_function_mode(mode: Any) -> Iterator[None]:
+    """Run a block with one TorchFunctionMode taken off this thread's stack and the others left on.
+
+    ``torch._C.DisableTorchFunction`` would also switch off ``with torch.device(...)``, which is a function mode.
+    """
+    stack = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    others = [entry for entry in stack if entry is not mode]
+    for entry in reversed(others):
+        torch._C._push_on_torch_function_stack(entry)
+    try:
+        yield
+    finally:
+        for _ in others:
+            torch._C._pop_torch_function_stack()
+        for entry in reversed(stack):
+            torch._C._push_on_torch_function_stack(entry)
+
+
+def end_allocate_to_pool(device: torch.device, pool_handle: Any) -> None:
+    """Stop this thread's allocations from going to a graph pool after a capture that CUDA invalidated.
+
+    ``CUDAGraph.capture_end`` raises before it does so itself (pytorch#190308), and the pool then keeps its memory.
+    """
+    torch._C._cuda_endAllocateToPool(device.index, pool_handle)
+
+
+def release_pool(device: torch.device, pool_handle: Any) -> None:
+    """Give back the use count that a begun capture took on a graph pool."""
+    torch._C._cuda_releasePool(device.index, pool_handle)
+
+
+# --- ambient state ----------------------------------------------------------------------------------------------------
+
+
+def function_modes() -> list[Any]:
+    """Return the active `TorchFunctionMode`s of this thread, innermost last; no public call lists them."""
+    if not torch._C._len_torch_function_stack():
+        return []
+    return list(torch.overrides._get_current_function_mode_stack())
+
+
+def dispatch_modes() -> list[Any]:
+    """Return the active `TorchDispatchMode`s of this thread, innermost last; no public call lists them."""
+    if not torch._C._len_torch_dispatch_stack():
+        return []
+    return list(python_dispatch._get_current_dispatch_mode_stack())
+
+
+def in_functorch_transform() -> bool:
+    """Tell whether vmap, grad, jvp or functionalize is active; there is no public question for it."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def forward_ad_level() -> int:
+    """Return the depth of forward-mode differentiation, -1 outside; `torch.autograd.forward_ad` keeps it private."""
+    return int(torch.autograd.forward_ad._current_level)
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Tell whether default saved-tensor hooks are set; the public context managers only set and unset them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def any_autocast() -> bool:
+    """Tell whether autocast is on for any device type, without asking about each."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def autocast_device_types() -> tuple[str, ...]:
+    """Return the device types that autocast knows; the public list is a copy made at import."""
+    return tuple(torch._C._autocast_supported_devices())
+
+
+def fp32_precision(backend: str, operation: str) -> str:
+    """Return how float32 operations of a backend are computed.
+
+    The public ``allow_tf32`` and `torch.get_float32_matmul_precision` raise once a user has set ``fp32_precision``
+    (pytorch 2.9 and newer); this getter sees what either of them set and never raises.
+    """
+    return str(torch._C._get_fp32_precision_getter(backend, operation))
+
+
+def flag_getters() -> dict[str, Callable[[], Any]]:
+    """Return getters of process-wide flags that choose kernels, by name.
+
+    The public ones are module properties and functions in Python, ten times as slow, and are read in every call. A getter
+    that this version of torch lacks is left out.
+    """
+    names = {
+        "flash SDPA": "_get_flash_sdp_enabled",
+        "memory-efficient SDPA": "_get_mem_efficient_sdp_enabled",
+        "math SDPA": "_get_math_sdp_enabled",
+        "cuDNN SDPA": "_get_cudnn_sdp_enabled",
+        "FA3 SDPA": "_get_fa3_sdp_enabled",
+        "math SDPA reduced-precision reduction": "_get_math_sdp_allow_fp16_bf16_reduction",
+        "fp16 reduced-precision reduction": "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "bf16 reduced-precision reduction": "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "fp16 accumulation": "_get_cublas_allow_fp16_accumulation",
+        "cuDNN": "_get_cudnn_enabled",
+        "cuDNN benchmark": "_get_cudnn_benchmark",
+        "cuDNN deterministic": "_get_cudnn_deterministic",
+        "MKL-DNN": "_get_mkldnn_enabled",
+        "filling of uninitialized memory": "_get_deterministic_fill_uninitialized_memory",
+    }
+    return {name: getattr(torch._C, getter) for name, getter in names.items() if hasattr(torch._C, getter)}
+
+
+def sdpa_priority_order() -> tuple[int, ...]:
+    """Return in which order SDPA tries its backends; `torch.nn.attention` only sets it."""
+    return tuple(torch._C._get_sdp_priority_order())

@@ -1,0 +1,94 @@
+"""What the layers above need of a device: segments, a scratch pool, and a recording that fills them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Segment(Protocol):
+    """A captured run of operations between two eager breaks."""
+
+    def replay(self) -> None:
+        """Run the captured operations again on the same memory."""
+
+    def reset(self) -> None:
+        """Give back what the segment holds; it cannot be replayed afterwards."""
+
+
+class Recording(Protocol):
+    """One capture in progress, made of one segment after another.
+
+    The order of calls is `open`, then `begin_segment` and `end_segment` in turn, then `close`. `abort` may come at any
+    moment after `open` and takes the place of `end_segment`.
+    """
+
+    def open(self) -> None:
+        """Prepare the process for a capture (streams, modes)."""
+
+    def begin_segment(self) -> None:
+        """Begin to record."""
+
+    def end_segment(self) -> Segment | None:
+        """Stop recording; return what was recorded, or None where that is nothing."""
+
+    def abort(self, keep_random_state: bool = True) -> None:
+        """Leave a segment whose capture failed, with the allocator, the streams and the generators working."""
+
+    def close(self) -> None:
+        """Undo `open`."""
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """Return a tensor at the same address that does not keep scratch memory of the pool alive."""
+
+
+class Pool(Protocol):
+    """The scratch memory of replays; graphs that are never replayed at the same time share one."""
+
+    backend: Backend
+    device: torch.device
+    lock: threading.RLock
+
+    def record(self, *, stream: Any, capture_error_mode: str, draws_random: bool) -> Recording:
+        """Begin a recording whose scratch memory is in this pool."""
+
+    def bytes(self) -> int:
+        """Return the device bytes that the pool holds."""
+
+    def before_replay(self) -> None:
+        """Order a replay on the current stream behind the last one on any stream."""
+
+    def after_replay(self) -> None:
+        """Note that a replay and the copies of its results are queued on the current stream."""
+
+    def wait(self) -> None:
+        """Wait until every queued replay has finished."""
+
+
+class Backend(Protocol):
+    """A way to capture and replay on one kind of device.
+
+    Attributes:
+        name: ``cuda`` or ``tape``.
+        device_type: The torch device type whose tensors a segment works on.
+        executes_while_capturing: Whether operations already ran when a segment ends. CUDA only records them, so a
+            segment is replayed once before the eager step that follows it.
+        reads_host_memory: Whether device memory is host memory, so that a host read reaches no dispatcher.
+    """
+
+    name: str
+    device_type: str
+    executes_while_capturing: bool
+    reads_host_memory: bool
+
+    def create_pool(self, device: torch.device) -> Pool:
+        """Make an empty pool on a device."""
+
+    def generator_states(self, device: torch.device) -> list[tuple[torch.Generator, Tensor]]:
+        """Return the default generators that operations on the device may draw from, with their states."""
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for the device."""

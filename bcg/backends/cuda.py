@@ -1,0 +1,307 @@
+"""Segments as `torch.cuda.CUDAGraph`s in one shared memory pool."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bcg import _torch
+from bcg.backends.base import Recording, Segment
+
+_POOL_STREAMS_PER_PRIORITY = 32  # torch hands out its streams round robin: c10/cuda/CUDAStream.cpp, kStreamsPerPool
+
+
+class CudaSegment:
+    """One captured `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._pool = pool
+        pool.live_segments += 1
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream."""
+        assert self._graph is not None
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """Destroy the graph; its memory goes back to the pool."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+            self._pool.live_segments -= 1
+
+
+class CudaPool:
+    """A graph memory pool with the stream that all of its captures run on.
+
+    Blocks of a pool belong to a stream, so captures on one stream reuse each other's blocks.
+    """
+
+    def __init__(self, backend: CudaBackend, device: torch.device) -> None:
+        self.backend = backend
+        self.device = device
+        self.lock = threading.RLock()
+        self.live_segments = 0
+        self._handle: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._last_replay: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+
+    def record(
+        self, *, stream: torch.cuda.Stream | None = None, capture_error_mode: str = "thread_local",
+        draws_random: bool = True,
+    ) -> Recording:  # fmt: skip
+        """Begin a recording whose scratch memory is in this pool."""
+        self._stream = stream or self._stream or torch.cuda.Stream(self.device)
+        return CudaRecording(self, self._stream, capture_error_mode, draws_random)
+
+    def handle(self) -> Any:
+        """Return the pool's handle; a fresh one where no graph uses the old, since torch frees a pool with its last."""
+        if self._handle is None or self.live_segments == 0:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+    def handle_in_use(self) -> Any:
+        """Return the handle of the last capture that was begun."""
+        return self._handle
+
+    def address_ranges(self) -> list[tuple[int, int]]:
+        """Return the first and past-the-end addresses of the pool's memory."""
+        if self._handle is None:
+            return []
+        segments = torch.cuda.memory_snapshot(self._handle)
+        return [(entry["address"], entry["address"] + entry["total_size"]) for entry in segments]
+
+    def bytes(self) -> int:
+        """Return the device bytes that the pool holds."""
+        return sum(end - begin for begin, end in self.address_ranges())
+
+    def before_replay(self) -> None:
+        """Make the current stream wait for the last replay where that ran on another one."""
+        if self._last_replay is not None:
+            stream, event = self._last_replay
+            current = torch.cuda.current_stream(self.device)
+            if stream != current:
+                current.wait_event(event)
+
+    def after_replay(self) -> None:
+        """Note the current stream's position as the end of the last replay."""
+        current = torch.cuda.current_stream(self.device)
+        if self._last_replay is None or self._last_replay[0] != current:
+            self._last_replay = (current, torch.cuda.Event())
+        self._last_replay[1].record(current)
+
+    def wait(self) -> None:
+        """Wait until the last replay has finished."""
+        if self._last_replay is not None:
+            self._last_replay[1].synchronize()
+
+
+class CudaRecording:
+    """A capture of one segment after another on the pool's stream."""
+
+    def __init__(self, pool: CudaPool, stream: torch.cuda.Stream, capture_error_mode: str, draws_random: bool) -> None:
+        self._pool = pool
+        self._stream = stream
+        self._mode = capture_error_mode
+        self._draws_random = draws_random
+        self._outer: torch.cuda.Stream | None = None
+        self._forked: list[torch.cuda.Stream] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._ranges: list[tuple[int, int]] | None = None
+
+    def open(self) -> None:
+        """Switch to the capture stream, behind the work that is queued on the current one."""
+        # A CUDA object that the cyclic collector destroys in the middle of a capture would invalidate it.
+        gc.collect()
+        self._outer = torch.cuda.current_stream(self._pool.device)
+        self._stream.wait_stream(self._outer)
+        torch.cuda.set_stream(self._stream)
+
+    def begin_segment(self) -> None:
+        """Begin a graph; streams that an earlier segment forked are forked again."""
+        self._graph = torch.cuda.CUDAGraph()
+        with contextlib.nullcontext() if self._draws_random else _stand_in_generator(self._pool.device):
+            self._graph.capture_begin(pool=self._pool.handle(), capture_error_mode=self._mode)
+        for stream in self._forked:
+            stream.wait_stream(self._stream)
+
+    def end_segment(self) -> Segment | None:
+        """Join forked streams and end the graph; None where it has no nodes."""
+        assert self._graph is not None
+        self._join_forked_streams()
+        with _EmptyGraphWarning() as empty:
+            self._graph.capture_end()
+        graph, self._graph, self._ranges = self._graph, None, None
+        if empty.seen:
+            graph.reset()
+            return None
+        return CudaSegment(graph, self._pool)
+
+    def abort(self, keep_random_state: bool = True) -> None:
+        """End a failed capture and repair what CUDA leaves behind when it invalidates one."""
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
+        try:
+            self._join_forked_streams()
+            with _EmptyGraphWarning():
+                graph.capture_end()
+        except Exception:
+            self._repair(keep_random_state)
+        graph.reset()
+
+    def _repair(self, keep_random_state: bool) -> None:
+        # pytorch#190308: an invalidated capture ends before its allocations do, and before the generators are told.
+        device = self._pool.device
+        _torch.end_allocate_to_pool(device, self._pool.handle_in_use())
+        _torch.release_pool(device, self._pool.handle_in_use())
+        if keep_random_state:
+            _replace_generator_state(device)
+
+    def close(self) -> None:
+        """Go back to the stream that was current before, behind the capture stream's work."""
+        assert self._outer is not None
+        self._outer.wait_stream(self._stream)
+        torch.cuda.set_stream(self._outer)
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """Return an alias by address for a tensor in the pool, and any other tensor itself."""
+        if tensor.numel() == 0 or not tensor.is_cuda or not self._is_scratch(tensor.data_ptr()):
+            return tensor
+        return alias_at_address(tensor)
+
+    def _is_scratch(self, address: int) -> bool:
+        if self._ranges is None:
+            self._ranges = self._pool.address_ranges()
+        return any(begin <= address < end for begin, end in self._ranges)
+
+    def _join_forked_streams(self) -> None:
+        """Make the capture stream wait for every other stream that takes part in the capture.
+
+        CUDA refuses to end a capture with unjoined streams. Which ones were forked is not recorded anywhere, so every
+        stream of torch's pools is asked.
+        """
+        self._forked = [stream for stream in _pool_streams(self._pool.device) if _is_capturing(stream)]
+        self._forked = [stream for stream in self._forked if stream != self._stream]
+        for stream in self._forked:
+            self._stream.wait_stream(stream)
+
+
+class CudaBackend:
+    """Captures with CUDA graphs."""
+
+    name = "cuda"
+    device_type = "cuda"
+    executes_while_capturing = False
+    reads_host_memory = False
+
+    def create_pool(self, device: torch.device) -> CudaPool:
+        """Make an empty pool on a device."""
+        return CudaPool(self, _indexed(device))
+
+    def generator_states(self, device: torch.device) -> list[tuple[torch.Generator, Tensor]]:
+        """Return the CPU's and the device's default generators with their states."""
+        generators = (torch.default_generator, torch.cuda.default_generators[_indexed(device).index])
+        return [(generator, generator.get_state()) for generator in generators]
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(device)
+
+
+def alias_at_address(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same address, shape, stride and dtype that keeps no memory alive.
+
+    Args:
+        tensor: A CUDA tensor with at least one element.
+
+    Returns:
+        The alias. Reading it is valid while the memory at its address is mapped and holds what the caller expects.
+    """
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    raw = torch.as_tensor(_AddressRange(tensor.data_ptr(), extent * tensor.element_size()), device=tensor.device)
+    return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+class _AddressRange:
+    """Device memory by address, in the form of the CUDA array interface, version 3."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+class _EmptyGraphWarning:
+    """Tells whether torch warned that a graph is empty: it counts the nodes and exposes the count nowhere else."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._context = warnings.catch_warnings(record=True)
+
+    def __enter__(self) -> _EmptyGraphWarning:
+        self._caught = self._context.__enter__()
+        warnings.simplefilter("always")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._context.__exit__(None, None, None)
+        for caught in self._caught or []:
+            if "CUDA Graph is empty" in str(caught.message):
+                self.seen = True
+            else:
+                warnings.warn_explicit(caught.message, caught.category, caught.filename, caught.lineno)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+@lru_cache(maxsize=None)
+def _pool_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    streams: dict[int, torch.cuda.Stream] = {}
+    for priority in (0, -1):
+        for _ in range(_POOL_STREAMS_PER_PRIORITY):
+            stream = torch.cuda.Stream(device, priority=priority)
+            streams[stream.cuda_stream] = stream
+    return tuple(streams.values())
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+@contextlib.contextmanager
+def _stand_in_generator(device: torch.device) -> Iterator[None]:
+    """Begin a capture with a stand-in for the default generator's state.
+
+    ``capture_begin`` marks the default generator as capturing, for every thread: a thread that serves and draws random
+    numbers would then fail. A capture without random operations needs no generator, so the mark goes to a copy.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    original = generator.graphsafe_get_state()
+    stand_in = torch.Generator(device)
+    stand_in.set_state(generator.get_state())
+    generator.graphsafe_set_state(stand_in.graphsafe_get_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(original)
+
+
+def _replace_generator_state(device: torch.device) -> None:
+    """Give the default generator a state object that no failed capture has marked, at the same seed and offset."""
+    generator = torch.cuda.default_generators[device.index]
+    fresh = torch.Generator(device)
+    fresh.set_state(generator.get_state())
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())

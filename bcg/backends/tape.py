@@ -1,0 +1,237 @@
+"""The reference backend: records dispatched operations and runs them again into the same memory.
+
+It keeps the rules of a CUDA graph on a machine without a GPU: a replay runs no Python of the module, addresses are
+fixed, constants are baked, views stay views, in-place and random operations run again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bcg import _torch
+from bcg.backends.base import Recording, Segment
+
+# In-place operations that change a tensor object and not its memory: a replay has nothing to do.
+_METADATA_OPERATIONS = frozenset(
+    {
+        "aten::as_strided_",
+        "aten::detach_",
+        "aten::squeeze_",
+        "aten::swapaxes_",
+        "aten::swapdims_",
+        "aten::t_",
+        "aten::transpose_",
+        "aten::unsqueeze_",
+    }
+)
+_UNINITIALISED = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted", "aten::new_empty",
+     "aten::new_empty_strided"}
+)  # fmt: skip
+
+
+@dataclass
+class _Operation:
+    """An operation that a replay runs again, with the recorded tensors that take its fresh results."""
+
+    operator: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    results: list[Tensor | None]
+
+    def run(self) -> None:
+        fresh = _tensors(self.operator(*self.arguments, **self.keywords))
+        for recorded, value in zip(self.results, fresh, strict=True):
+            if recorded is not None:
+                _dense(recorded).copy_(_dense(value))
+
+
+@dataclass
+class _Constant:
+    """A tensor made from host data; the module may write to it, so every replay starts from the recorded content."""
+
+    tensor: Tensor
+    content: Tensor
+
+    def run(self) -> None:
+        self.tensor.copy_(self.content)
+
+
+class TapeSegment:
+    """A list of operations to run again."""
+
+    def __init__(self, operations: list[_Operation | _Constant]) -> None:
+        self._operations = operations
+
+    def replay(self) -> None:
+        """Run the recorded operations again on the same memory."""
+        # Inference mode lets one replay write both ordinary tensors and those recorded under inference mode.
+        with torch.inference_mode():
+            for operation in self._operations:
+                operation.run()
+
+    def reset(self) -> None:
+        """Drop the recorded operations and the tensors they hold."""
+        self._operations = []
+
+
+@dataclass
+class _RecordingMode(TorchDispatchMode):
+    """Runs and records every operation while `operations` is a list."""
+
+    operations: list[_Operation | _Constant] | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.operations is None:
+            return func(*args, **kwargs)
+        if _torch.can_decompose(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        operation = _recorded(func, args, kwargs, result)
+        if operation is not None:
+            self.operations.append(operation)
+        return result
+
+
+def _recorded(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> _Operation | _Constant | None:
+    name = _torch.operator_name(operator).split(".")[0]
+    if name == "aten::lift_fresh":
+        return _Constant(args[0].detach(), args[0].detach().clone())
+    if name in _METADATA_OPERATIONS or name in _UNINITIALISED:
+        return None
+    inputs = {_torch.storage_key(tensor) for tensor in _tensors((args, kwargs))}
+    # A result that shares memory with an argument is a view or the argument itself, and needs no copy.
+    fresh = [None if _torch.storage_key(value) in inputs else value.detach() for value in _tensors(result)]
+    if not _torch.written_arguments(operator) and all(value is None for value in fresh):
+        return None
+    return _Operation(operator, _snapshot(args), _snapshot(kwargs), fresh)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return list(_walk(value))
+
+
+def _walk(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _walk(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _walk(item)
+
+
+def _snapshot(value: Any) -> Any:
+    """Replace tensors by aliases, since the module may change a tensor object in place after the operation."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_snapshot(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _snapshot(item) for key, item in value.items()}
+    return value
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return the part of an expanded tensor that has memory of its own; copying into the whole would raise."""
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+class TapeRecording:
+    """A capture on the tape."""
+
+    def __init__(self) -> None:
+        self._mode = _RecordingMode()
+
+    def open(self) -> None:
+        """Enter the recording mode; it records nothing yet."""
+        self._mode.__enter__()
+
+    def begin_segment(self) -> None:
+        """Begin to record."""
+        self._mode.operations = []
+
+    def end_segment(self) -> Segment | None:
+        """Stop recording; return the segment, or None where nothing was recorded."""
+        operations, self._mode.operations = self._mode.operations, None
+        return TapeSegment(operations) if operations else None
+
+    def abort(self, keep_random_state: bool = True) -> None:
+        """Stop recording and drop what was recorded."""
+        self._mode.operations = None
+
+    def close(self) -> None:
+        """Leave the recording mode."""
+        self._mode.__exit__(None, None, None)
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """Return the tensor: a tape owns all memory that it works on."""
+        return tensor
+
+
+class TapePool:
+    """The tape's pool: operations keep their memory, so there is only the lock."""
+
+    def __init__(self, backend: TapeBackend, device: torch.device) -> None:
+        self.backend = backend
+        self.device = device
+        self.lock = threading.RLock()
+
+    def record(
+        self, *, stream: Any = None, capture_error_mode: str = "thread_local", draws_random: bool = True
+    ) -> Recording:
+        """Begin a recording; streams and error modes mean nothing here."""
+        return TapeRecording()
+
+    def bytes(self) -> int:
+        """Return 0: a tape has no device memory."""
+        return 0
+
+    def before_replay(self) -> None:
+        """Do nothing: host execution is in order."""
+
+    def after_replay(self) -> None:
+        """Do nothing: host execution is in order."""
+
+    def wait(self) -> None:
+        """Do nothing: host execution has finished."""
+
+
+class TapeBackend:
+    """Captures on the CPU by recording dispatched operations."""
+
+    name = "tape"
+    device_type = "cpu"
+    executes_while_capturing = True
+    reads_host_memory = True
+
+    def create_pool(self, device: torch.device) -> TapePool:
+        """Make a pool."""
+        return TapePool(self, device)
+
+    def generator_states(self, device: torch.device) -> list[tuple[torch.Generator, Tensor]]:
+        """Return the CPU's default generator with its state."""
+        return [(torch.default_generator, torch.default_generator.get_state())]
+
+    def synchronize(self, device: torch.device) -> None:
+        """Do nothing: host execution has finished."""
