@@ -1,0 +1,1 @@
+"""Bria FIBO: ``BriaFiboPipeline``."""

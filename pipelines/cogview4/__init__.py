@@ -1,0 +1,1 @@
+"""CogView 4: ``CogView4Pipeline``."""

@@ -1,0 +1,1 @@
+"""Lumina-Image 2: ``Lumina2Pipeline``."""

@@ -1,0 +1,1 @@
+"""PixArt-Sigma: ``PixArtSigmaPipeline``."""

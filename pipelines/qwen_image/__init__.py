@@ -1,0 +1,1 @@
+"""Qwen-Image: ``QwenImagePipeline``, ``QwenImageEditPipeline`` and their relatives."""

@@ -1,0 +1,1 @@
+"""Sana: ``SanaPipeline``."""
