@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
 import statistics
 import sys
 import tempfile
@@ -253,7 +252,6 @@ def _quiet_libraries() -> None:
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
-    logging.captureWarnings(True)
 
 
 def _load(options: argparse.Namespace, scratch: Path, console: Console) -> Any:
