@@ -97,7 +97,12 @@ def test_a_given_prompt_is_served_first_and_sizes_follow_the_options(
 ) -> None:
     served: list[Any] = []
     honest = demo.Demo.serve
-    monkeypatch.setattr(demo.Demo, "serve", lambda self, request: served.append(request) or honest(self, request))
+
+    def serve(self: Any, request: Any) -> Any:
+        served.append(request)
+        return honest(self, request)
+
+    monkeypatch.setattr(demo.Demo, "serve", serve)
     assert run(demo, sheet, "--prompt", "my own", "--height", "128", "--width", "64") == 0
     assert served[0].prompt == "my own"
     assert len({request.prompt for request in served}) == len(served) == 11
