@@ -118,6 +118,11 @@ def in_functorch_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def is_jit_tracing() -> bool:
+    """Tell whether `torch.jit.trace` is at work; ``torch.jit.is_tracing`` is no typed export and is to be removed."""
+    return torch._C._get_tracing_state() is not None
+
+
 def forward_ad_level() -> int:
     """Return the depth of forward-mode differentiation, -1 outside; `torch.autograd.forward_ad` keeps it private."""
     return int(torch.autograd.forward_ad._current_level)
@@ -142,16 +147,18 @@ def fp32_precision(backend: str, operation: str) -> str:
     """Return how float32 operations of a backend are computed.
 
     The public ``allow_tf32`` and `torch.get_float32_matmul_precision` raise once a user has set ``fp32_precision``
-    (pytorch 2.9 and newer); this getter sees what either of them set and never raises.
+    (pytorch 2.9 and newer); this getter sees what either of them set and never raises. Nothing set ("none") computes as
+    "ieee" does, which is what setting the default by hand leaves behind.
     """
-    return str(torch._C._get_fp32_precision_getter(backend, operation))
+    precision = torch._C._get_fp32_precision_getter(backend, operation)
+    return "ieee" if precision == "none" else str(precision)
 
 
 def flag_getters() -> dict[str, Callable[[], Any]]:
     """Return getters of process-wide flags that choose kernels, by name.
 
-    The public ones are module properties and functions in Python, ten times as slow, and are read in every call. A getter
-    that this version of torch lacks is left out.
+    The public ones are module properties and functions in Python, ten times as slow, and are read in every call. A
+    getter that this version of torch lacks is left out.
     """
     names = {
         "flash SDPA": "_get_flash_sdp_enabled",
@@ -175,3 +182,98 @@ def flag_getters() -> dict[str, Callable[[], Any]]:
 def sdpa_priority_order() -> tuple[int, ...]:
     """Return in which order SDPA tries its backends; `torch.nn.attention` only sets it."""
     return tuple(torch._C._get_sdp_priority_order())
+
+
+# --- module state -----------------------------------------------------------------------------------------------------
+
+
+def dict_version_function() -> Callable[[Any], int] | None:
+    """Return a function that gives a dict's version, or None where this torch has none.
+
+    A version is a number that only grows and changes with every write to the dict, so one addition proves that a
+    thousand dicts are as they were. CPython keeps it (a tag up to 3.11, watchers from 3.12) and shows it to C only.
+    """
+    try:
+        from torch._C._dynamo.guards import dict_version
+
+        probe: dict[str, int] = {"a": 1}
+        before = dict_version(probe)
+        probe["a"] = 2
+        return dict_version if dict_version(probe) > before else None
+    except Exception:
+        return None
+
+
+def dict_guard(dicts: list[Any]) -> Callable[[], bool] | None:
+    """Return a function that tells whether none of the dicts was written to since now, or None.
+
+    It compares dict versions in one call into C++, three times as fast as a loop over `dict_version_function`; building
+    it costs 15 us a dict.
+    """
+    try:
+        from torch._C._dynamo import guards
+        from torch._dynamo.guards import GuardManagerType
+
+        kind = GuardManagerType.GUARD_MANAGER
+        root: Any = guards.RootGuardManager()
+        listed = root.getitem_manager("dicts", "", dicts, kind)
+        for index, watched in enumerate(dicts):
+            listed.list_getitem_manager(index, "", watched, kind).add_dict_version_guard(watched, [], None)
+        holder = {"dicts": dicts}
+        return (lambda: root.check(holder)) if root.check(holder) else None
+    except Exception:
+        return None
+
+
+def tensor_guard(tensors: list[Any]) -> Callable[..., bool] | None:
+    """Return a function of the same tensors that tells whether their types, dtypes, devices, shapes and strides are kept.
+
+    None where this torch has none. Five times as fast as the public getters. It is also False where only autograd or a thread-local mode differs.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: Any = [list(tensor.size()) for tensor in tensors]
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
+        guard: Any = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        return guard.check if guard.check(*tensors) else None
+    except Exception:
+        return None
+
+
+def address_check(tensors: list[Any], addresses: list[int]) -> Callable[[], bool]:
+    """Return a function that tells whether every tensor still has its address.
+
+    CUDA builds of torch have it in C++ for their own CUDA graph trees; elsewhere it is a loop in Python.
+    """
+    in_cpp: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    indices = list(range(len(tensors)))
+    try:
+        if in_cpp is not None and in_cpp(tensors, addresses, indices):
+            return lambda: bool(in_cpp(tensors, addresses, indices))
+    except Exception:
+        in_cpp = None
+    return lambda: list(map(Tensor.data_ptr, tensors)) == addresses
+
+
+def global_forward_hooks() -> tuple[Any, ...]:
+    """Return the dicts of hooks that run in every module's forward; they can only be registered in public."""
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks")
+    return tuple(getattr(torch.nn.modules.module, name, {}) for name in names)
+
+
+def compiled_attribute(module: torch.nn.Module) -> str | None:
+    """Return the attribute through which a compiled module is called, or None for a module that is not compiled.
+
+    ``module.compile()`` sets ``_compiled_call_impl``; ``torch.compile(module)`` and ``torch.compile(module.forward)``
+    leave a ``forward`` that carries ``_torchdynamo_orig_callable``. torch has no public test for either.
+    """
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "_compiled_call_impl"
+    forward = module.__dict__.get("forward")
+    return "forward" if hasattr(forward, "_torchdynamo_orig_callable") else None
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Tell whether torch.compile stands between a call of a module and its forward."""
+    return compiled_attribute(module) is not None
