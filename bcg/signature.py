@@ -381,11 +381,12 @@ def _value_key(value: object) -> tuple[Any, ...]:
     key_function = key_function_of(type(value))
     if key_function is None:
         return _plain_key(value)
-    key = key_function(value)
     try:
+        key = key_function(value)
         hash(key)
-    except TypeError:
-        raise UnkeyableError(f"has a registered key that cannot be hashed: {key!r}") from None
+    except Exception as error:  # a user's function must not raise out of a call that runs without it
+        kind, reason = type(value).__qualname__, f"{type(error).__name__}: {error}"
+        raise UnkeyableError(f"is a {kind} whose registered key function gives no hashable key ({reason})") from error
     return (type(value), "registered", key)
 
 

@@ -74,7 +74,7 @@ def plain_form(value: object) -> tuple[Any, ...]:
     if make is not None:
         return (kind, make(value))
     if isinstance(value, Enum):
-        return (kind, value.name, repr(value.value))
+        return (kind, value.name or repr(value))  # a combination of flags may have no name
     if isinstance(value, type):
         return (type, value)
     numpy = sys.modules.get("numpy")

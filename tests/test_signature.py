@@ -417,7 +417,14 @@ def test_a_registered_type_is_compared_by_its_key() -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_an_unhashable_registered_key_is_a_refusal() -> None:
-    assert "cannot be hashed" in refusal(Schedule(["list"]))  # type: ignore[arg-type]
+    assert "no hashable key (TypeError" in refusal(Schedule(["list"]))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_key_function_that_raises_is_a_refusal() -> None:
+    broken = Schedule("a")
+    del broken.name
+    assert "no hashable key (AttributeError" in refusal(broken)
 
 
 def test_registering_reaches_types_that_were_seen_before() -> None:
