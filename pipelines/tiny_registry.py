@@ -92,6 +92,18 @@ _ALL: Final = (
     TinyPipeline(name="lumina2", pipeline_class="Lumina2Pipeline", module="lumina2.tiny"),
     TinyPipeline(name="chroma", pipeline_class="ChromaPipeline", module="chroma.tiny"),
     TinyPipeline(name="cogview4", pipeline_class="CogView4Pipeline", module="cogview4.tiny"),
+    TinyPipeline(name="hunyuan_video", pipeline_class="HunyuanVideoPipeline", module="hunyuan_video.tiny"),
+    TinyPipeline(name="hunyuan_video15", pipeline_class="HunyuanVideo15Pipeline", module="hunyuan_video15.tiny"),
+    TinyPipeline(name="wan", pipeline_class="WanPipeline", module="wan.tiny"),
+    TinyPipeline(
+        name="wan22", pipeline_class="WanPipeline", module="wan.tiny_22", denoisers=("transformer", "transformer_2")
+    ),
+    TinyPipeline(name="wan_i2v", pipeline_class="WanImageToVideoPipeline", module="wan.tiny_i2v"),
+    TinyPipeline(name="ltx", pipeline_class="LTXPipeline", module="ltx.tiny"),
+    TinyPipeline(name="ltx2", pipeline_class="LTX2Pipeline", module="ltx2.tiny"),
+    TinyPipeline(name="cogvideox", pipeline_class="CogVideoXPipeline", module="cogvideox.tiny"),
+    TinyPipeline(name="mochi", pipeline_class="MochiPipeline", module="mochi.tiny"),
+    TinyPipeline(name="kandinsky5", pipeline_class="Kandinsky5T2VPipeline", module="kandinsky5.tiny"),
     TinyPipeline(name="bria_fibo", pipeline_class="BriaFiboPipeline", module="bria_fibo.tiny"),
     TinyPipeline(name="ernie_image", pipeline_class="ErnieImagePipeline", module="ernie_image.tiny"),
 )

@@ -15,7 +15,7 @@ from bcg.pipelines.tiny_registry import TINY, TinyPipeline
 
 PROMPT = "a red fox in the snow"
 LONGER_PROMPT = "a small blue boat on a quiet lake, seen from the shore at dawn, painted in oil"
-MAX_CHECKPOINT_BYTES = 16 * 2**20
+MAX_CHECKPOINT_BYTES = 20 * 2**20
 
 
 @pytest.fixture(autouse=True)

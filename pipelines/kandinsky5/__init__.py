@@ -1,0 +1,1 @@
+"""Kandinsky 5: ``Kandinsky5T2VPipeline`` and its relatives."""

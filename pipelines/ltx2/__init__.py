@@ -1,0 +1,1 @@
+"""LTX-2: ``LTX2Pipeline``, video with sound."""

@@ -1,0 +1,1 @@
+"""Wan 2.1 and 2.2: ``WanPipeline`` and ``WanImageToVideoPipeline``."""
