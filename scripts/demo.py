@@ -22,9 +22,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 import bcg
@@ -117,7 +119,8 @@ class Demo:
 
     def __init__(self, pipe: Any, steps: int) -> None:
         self.steps = steps
-        self.plain = copy.copy(pipe)  # shares every component; only what is assigned to `wrapped` differs
+        # The copy shares every component; what is assigned to the original afterwards does not reach it.
+        self.plain = copy.copy(pipe)
         self.wrapped = pipe
         self.runners = {name: bcg.wrap(module) for name, module in _denoisers(pipe).items()}
         for name, runner in self.runners.items():
@@ -306,19 +309,18 @@ def _serve(demo: Demo, requests: Sequence[Request], console: Console) -> Outcome
 
 def _table(demo: Demo, calls: Mapping[str, Sequence[Call]]) -> Table:
     """Lay out what was captured, and how long one denoiser call takes each way."""
-    table = Table(
-        title=f"captured on the {demo.backend} backend; medians of {TIMING_ROUNDS} interleaved denoiser calls"
-    )
-    table.add_column("signature", overflow="fold")
-    for heading in ("segments", "bytes", "capture s", "eager ms", "replay ms", "hits"):
-        table.add_column(heading, justify="right")
+    title = f"captured on the {demo.backend} backend; medians of {TIMING_ROUNDS} interleaved denoiser calls"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, leading=1)
+    table.add_column("signature")  # the only column that gives way on a narrow terminal
+    for heading in ("segments", "bytes", "capture\ns", "eager\nms", "replay\nms", "hits"):
+        table.add_column(heading, justify="right", no_wrap=True)
     hits = {name: {key: entry.hits for key, entry in runner.entries.items()} for name, runner in demo.runners.items()}
     for name, runner in demo.runners.items():
         timings = _time_entries(runner, calls[name])
         for key, entry in runner.entries.items():
             timing = timings.get(key)
             table.add_row(
-                str(entry.signature),
+                Text(entry.signature.summary().replace(", ", "\n")),
                 str(entry.segments),
                 f"{entry.bytes:,}",
                 f"{entry.capture_s:.3f}",

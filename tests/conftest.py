@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bcg.config import ENVIRONMENT_PREFIX
+from bcg.graph import current_capture
 
 GPU_FOLDER = Path(__file__).parent / "gpu"
 
@@ -68,9 +69,4 @@ def _seeded() -> None:
 def _no_open_capture() -> Iterator[None]:
     """Fail the test that leaves a capture open; the next one would fail in its place."""
     yield
-    try:
-        from bcg.graph import current_capture
-    except ImportError:
-        return
-
     assert current_capture() is None, "the test left a capture open"
