@@ -1,0 +1,168 @@
+"""The benchmarks at tiny sizes on CPU: every arm that runs there gives eager's results. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # benchmarks/ is run from the repository and is not installed
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import arms, breaks, harness, memory, models, step  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=sorted(models.MODELS))
+def built(request: pytest.FixtureRequest) -> models.Built:
+    return models.build(request.param, CPU, tiny=True)
+
+
+class TestModels:
+    def test_two_shapes_launch_bound_first(self, built: models.Built) -> None:
+        for size in (built.model.published, built.model.tiny):
+            assert [shape.load for shape in size.shapes] == ["launch", "compute"]
+
+    def test_results_are_finite_and_depend_on_the_seed(self, built: models.Built) -> None:
+        with torch.no_grad():
+            for shape in built.shapes:
+                first, again, other = (built.call(shape, seed)(built.module) for seed in (0, 0, 1))
+                assert harness.compare(first, again).exact
+                assert harness.compare(other, first).max_rel_diff not in (None, 0.0)
+
+    def test_dtypes_are_those_of_from_pretrained(self, tmp_path: Path) -> None:
+        import diffusers
+
+        for name, constructor in (("wan", diffusers.WanTransformer3DModel), ("sd35", diffusers.SD3Transformer2DModel)):
+            ours = models.build(name, CPU, tiny=True).module
+            ours.save_pretrained(tmp_path / name)  # type: ignore[operator]
+            loaded = constructor.from_pretrained(tmp_path / name, torch_dtype=torch.bfloat16)
+
+            def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+                return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+            assert {k: v.dtype for k, v in tensors(ours).items()} == {k: v.dtype for k, v in tensors(loaded).items()}
+            for key, value in dict(ours.named_buffers()).items():
+                assert torch.equal(value, dict(loaded.named_buffers())[key]), key
+
+    def test_an_unknown_name_lists_the_known_ones(self) -> None:
+        with pytest.raises(KeyError, match="sana, sd35, flux"):
+            models.build("dalle", CPU)
+
+
+class TestHarness:
+    def test_spread(self) -> None:
+        spread = harness.Spread.of([4.0, 1.0, 2.0, 3.0, 5.0])
+        assert (spread.median, spread.iqr, spread.n) == (3.0, 2.0, 5)
+
+    def test_arms_take_turns_inside_their_contexts(self) -> None:
+        import contextlib
+        from collections.abc import Iterator
+
+        seen: list[str] = []
+
+        @contextlib.contextmanager
+        def context() -> Iterator[None]:
+            seen.append("enter")
+            yield
+            seen.append("leave")
+
+        turns = {"a": harness.Turn(lambda: seen.append("a"), context), "b": harness.Turn(lambda: seen.append("b"))}
+        timings = harness.interleave(turns, harness.HostClock(), budget_s=0, calls=2)
+        assert {name: len(timing.samples) for name, timing in timings.items()} == {"a": 5, "b": 5}
+        turns_of = {"a": ["enter", "a", "a", "leave"], "b": ["b", "b"]}
+        order = "ab" + "abbaabbaab"  # one turn that does not count, then five whose order rotates
+        assert seen == [event for name in order for event in turns_of[name]]
+
+    def test_comparison_sees_bits(self) -> None:
+        zero, negative = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
+        nan = torch.tensor([float("nan")])
+        assert harness.compare((zero,), (zero.clone(),)) == harness.Comparison(True, 0.0)
+        assert harness.compare((zero,), (negative,)) == harness.Comparison(False, 0.0)
+        assert harness.compare(nan, nan.clone()) == harness.Comparison(True, None)
+        assert harness.compare(zero, zero.to(torch.bfloat16)) == harness.Comparison(False, None)
+        assert harness.compare((zero, zero), (zero,)) == harness.Comparison(False, None)
+        assert harness.compare([torch.tensor([2.0, 4.0])], [torch.tensor([2.0, 5.0])]).max_rel_diff == pytest.approx(
+            0.2
+        )
+
+    def test_the_command_leaves_out_where_results_went(self) -> None:
+        got = harness.command_line("step", ["--tiny", "--json", "/somewhere/x.json", "--models", "flux"])
+        assert got == "python -m benchmarks.step --tiny --models flux"
+
+    def test_unknown_names_are_refused_with_the_known_ones(self) -> None:
+        with pytest.raises(Exception, match="choose from eager, graph"):
+            harness.choice_list("eager", "graph")("eager,grpah")
+
+
+class TestCompiledBlocks:
+    @pytest.mark.parametrize("name", ["flux", "sana"])
+    def test_the_module_is_untouched_outside(self, name: str) -> None:
+        built = models.build(name, CPU, tiny=True)
+        compiled = arms.CompiledBlocks(built.module, backend="eager")
+        before = [dict(part.__dict__) for part in built.module.modules()]
+        blocks = arms.repeated_blocks(built.module)
+        assert len(blocks) == {"flux": 4, "sana": 2}[name]
+        with torch.no_grad():
+            want = built.call(built.shapes[0])(built.module)
+            with compiled.active():
+                assert all(block._compiled_call_impl is not None for block in blocks)
+                got = built.call(built.shapes[0])(built.module)
+        assert harness.compare(got, want).exact
+        assert [dict(part.__dict__).keys() for part in built.module.modules()] == [facts.keys() for facts in before]
+        torch.compiler.reset()
+
+
+class TestScripts:
+    def test_step_replays_every_model_exactly(self, tmp_path: Path) -> None:
+        path = tmp_path / "step.json"
+        step.main(["--tiny", "--device", "cpu", "--budget", "0", "--json", str(path)])
+        written = json.loads(path.read_text())
+        rows = written["rows"]
+        assert {row["arm"] for row in rows} == {"eager", "bcg"}  # the hand-written graph needs CUDA
+        assert len(rows) == 2 * 2 * len(models.MODELS)
+        assert [(row["model"], row["shape"], row["status"]) for row in rows if row["status"] != "ok"] == []
+        assert all(row["verified"] and row["step_ms"]["n"] >= harness.LEAST_ROUNDS for row in rows)
+        assert all(row["speedup"] > 0 for row in rows if row["arm"] == "bcg")
+        assert str(tmp_path) not in path.read_text()
+
+    def test_a_used_up_time_box_still_writes(self, tmp_path: Path) -> None:
+        path = tmp_path / "step.json"
+        step.main(["--tiny", "--device", "cpu", "--time-box", "-1", "--json", str(path)])
+        written = json.loads(path.read_text())
+        assert written["rows"] == []
+        assert len(written["notes"]) == len(models.MODELS)
+
+    def test_an_arm_that_fails_is_a_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Broken(arms.Arm):
+            name = "broken"
+
+            def start(self, shape: str, call: models.Call) -> None:
+                raise RuntimeError("no such thing")
+
+        monkeypatch.setitem(arms.ARMS, "broken", Broken)
+        report = step.main(["--tiny", "--device", "cpu", "--budget", "0", "--models", "flux", "--arms", "broken,eager"])
+        statuses = {(row["arm"], row["status"]) for row in report.rows}
+        assert statuses == {("broken", "error: RuntimeError: no such thing"), ("eager", "ok")}
+
+    def test_breaks_counts_every_attention_call(self) -> None:
+        report = breaks.main(["--tiny", "--device", "cpu", "--budget", "0"])
+        rows = {row["arm"]: row for row in report.rows}
+        assert {(name, row["status"]) for name, row in rows.items() if row["status"] != "ok"} == set()
+        assert all(row["verified"] for row in rows.values())
+        assert rows["no break"]["breaks"] == 0
+        assert rows["attention"]["breaks"] == 4
+        assert rows["attention"]["segments"] == 5
+        assert rows["cuts, every call"]["segments"] == 5
+
+    def test_memory_replays_every_resolution_both_ways(self) -> None:
+        report = memory.main(["--tiny", "--device", "cpu"])
+        assert len(report.rows) == len(memory.shapes(tiny=True)) >= 6
+        assert [row for row in report.rows if not row["verified"]] == []
+        assert report.summary["entries"] == len(report.rows)
