@@ -20,6 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import torch
+
 
 @dataclass(frozen=True, kw_only=True)
 class TinyPipeline:
@@ -59,19 +61,32 @@ class TinyPipeline:
 
         return getattr(diffusers, self.pipeline_class).from_pretrained(path, **options)
 
-    def example_call(self, *, prompt: str, seed: int, **sizes: int) -> dict[str, Any]:
+    def example_call(
+        self,
+        *,
+        prompt: str,
+        seed: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        **sizes: int,
+    ) -> dict[str, Any]:
         """Give the keyword arguments of a small call of the pipeline.
 
         Args:
             prompt: What to draw. Prompts of different lengths differ in shape where the pipeline does not pad them.
             seed: Seed of the noise.
-            **sizes: ``height``, ``width`` and ``steps`` other than the module's own.
+            device: Where the pipeline is. It matters where the call brings embeddings, which pipelines do not move.
+            dtype: The pipeline's dtype, of which a text encoder's embeddings would be.
+            **sizes: ``height``, ``width``, ``steps`` and, for a video, ``num_frames`` other than the module's own.
 
         Returns:
             Keyword arguments of ``pipe(...)``; they hold a generator, so they serve for one call.
         """
         arguments: dict[str, Any] = self._import().example_call(prompt=prompt, seed=seed, **sizes)
-        return arguments
+        return {
+            name: value.to(device, dtype) if isinstance(value, torch.Tensor) else value
+            for name, value in arguments.items()
+        }
 
     def _import(self) -> Any:
         return import_module(f".{self.module}", __package__)

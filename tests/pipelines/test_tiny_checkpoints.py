@@ -66,6 +66,21 @@ def test_same_call_twice_is_equal(pipe: Any, tiny: TinyPipeline) -> None:
     assert torch.equal(_draw(pipe, tiny, PROMPT), _draw(pipe, tiny, PROMPT))
 
 
+def test_runs_in_bfloat16(tiny: TinyPipeline, folder: Path) -> None:
+    pipe = tiny.load(folder, torch_dtype=torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    call = tiny.example_call(prompt=PROMPT, seed=1, dtype=torch.bfloat16)
+    assert torch.as_tensor(pipe(**call, return_dict=False)[0]).isfinite().all()
+
+
+def test_sizes_can_be_chosen(pipe: Any, tiny: TinyPipeline) -> None:
+    usual = tiny.example_call(prompt=PROMPT, seed=1)
+    call = tiny.example_call(prompt=PROMPT, seed=1, height=2 * usual["height"], width=2 * usual["width"], steps=3)
+    latents = torch.as_tensor(pipe(**call, return_dict=False)[0])
+    assert latents.isfinite().all()
+    assert latents.numel() == 4 * _draw(pipe, tiny, PROMPT).numel()
+
+
 def test_result_can_be_decoded(pipe: Any, tiny: TinyPipeline) -> None:
     call = tiny.example_call(prompt=PROMPT, seed=1)
     pixels = _draw(pipe, tiny, PROMPT, output_type="pt")
