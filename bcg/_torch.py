@@ -204,27 +204,6 @@ def dict_version_function() -> Callable[[Any], int] | None:
         return None
 
 
-def dict_guard(dicts: list[Any]) -> Callable[[], bool] | None:
-    """Return a function that tells whether none of the dicts was written to since now, or None.
-
-    It compares dict versions in one call into C++, three times as fast as a loop over `dict_version_function`; building
-    it costs 15 us a dict.
-    """
-    try:
-        from torch._C._dynamo import guards
-        from torch._dynamo.guards import GuardManagerType
-
-        kind = GuardManagerType.GUARD_MANAGER
-        root: Any = guards.RootGuardManager()
-        listed = root.getitem_manager("dicts", "", dicts, kind)
-        for index, watched in enumerate(dicts):
-            listed.list_getitem_manager(index, "", watched, kind).add_dict_version_guard(watched, [], None)
-        holder = {"dicts": dicts}
-        return (lambda: root.check(holder)) if root.check(holder) else None
-    except Exception:
-        return None
-
-
 def tensor_guard(tensors: list[Any]) -> Callable[..., bool] | None:
     """Return a function of the same tensors that tells whether their types, dtypes, devices, shapes and strides are kept.
 
@@ -256,10 +235,10 @@ def address_check(tensors: list[Any], addresses: list[int]) -> Callable[[], bool
     return lambda: list(map(Tensor.data_ptr, tensors)) == addresses
 
 
-def global_forward_hooks() -> tuple[Any, ...]:
-    """Return the dicts of hooks that run in every module's forward; they can only be registered in public."""
+def global_forward_hooks() -> dict[str, Any]:
+    """Return by name the dicts of hooks that run in every module's forward; in public they can only be registered."""
     names = ("_global_forward_hooks", "_global_forward_pre_hooks")
-    return tuple(getattr(torch.nn.modules.module, name, {}) for name in names)
+    return {name: getattr(torch.nn.modules.module, name, {}) for name in names}
 
 
 def compiled_attribute(module: torch.nn.Module) -> str | None:

@@ -1,0 +1,171 @@
+"""Everything that bcg knows of diffusers, peft and accelerate.
+
+Objects of these libraries are recognised by class names and attributes; none of the libraries is imported, and a name
+that is missing in some version finds nothing. General rules come first (a hook that says it is stateful), names second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from torch import nn
+
+_DIFFUSERS_DISPATCH: Final = "diffusers.models.attention_dispatch"
+
+_ACCELERATE_OFFLOAD: Final = frozenset({"AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook"})
+_GROUP_OFFLOAD: Final = frozenset(
+    {"GroupOffloadingHook", "LazyPrefetchGroupOffloadingHook", "LayerExecutionTrackerHook"}
+)
+_LAYERWISE_CASTING: Final = frozenset({"LayerwiseCastingHook"})
+_STEP_CACHES: Final = frozenset(
+    {
+        "FBCHeadBlockHook",
+        "FBCBlockHook",
+        "FasterCacheBlockHook",
+        "FasterCacheDenoiserHook",
+        "MagCacheBlockHook",
+        "MagCacheHeadHook",
+        "PyramidAttentionBroadcastHook",
+        "SeaCacheBlockHook",
+        "SeaCacheLeaderBlockHook",
+        "SeaCachePostNormHook",
+        "SeaCacheRootHook",
+        "TaylorSeerCacheHook",
+        "TextKVCacheBlockHook",
+        "TextKVCacheTransformerHook",
+    }
+)
+
+_OFFLOAD_REASON: Final = (
+    "moves weights between devices around a forward, and a graph would read the addresses they left. "
+    "Remove the offload hooks (keep the module on its device), or leave this module unwrapped."
+)
+_CASTING_REASON: Final = (
+    "replaces the weights by casted copies in every forward, and a graph would read the addresses they left. "
+    "Load the module in its compute dtype, or leave it unwrapped."
+)
+_CACHE_REASON: Final = (
+    "keeps state between steps and decides in Python what to compute, and a graph would repeat one step's decision "
+    "for all. Call disable_cache() (remove the hook), or leave this module unwrapped."
+)
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Tell why no graph may be used for a module as it stands.
+
+    Args:
+        module: The module that is to be captured; its submodules are looked at too.
+
+    Returns:
+        A sentence that says what was seen and where, why it is refused and what to do instead; None where nothing
+        speaks against graphs. Context-parallel and layer-skip hooks are not refused.
+
+    Example:
+        >>> refusal(nn.Linear(2, 2)) is None
+        True
+    """
+    for path, submodule in module.named_modules():
+        for found in (_accelerate_hooks(submodule), _diffusers_hooks(submodule)):
+            for hook in found:
+                reason = _hook_reason(hook)
+                if reason is not None:
+                    return f"The hook {type(hook).__name__} on {_place(path)} {reason}"
+    return _device_map_reason(module) or _device_reason(module)
+
+
+def ambient_probes() -> tuple[Any, ...]:
+    """Return the process-wide state of libraries that chooses kernels.
+
+    Returns:
+        The attention backend that diffusers uses where a processor names none; empty without diffusers.
+
+    Example:
+        >>> isinstance(ambient_probes(), tuple)
+        True
+    """
+    dispatch = sys.modules.get(_DIFFUSERS_DISPATCH)
+    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
+    return () if registry is None else (getattr(registry, "_active_backend", None),)
+
+
+def is_inert(value: Any) -> bool:
+    """Tell whether an attribute's value changes nothing: diffusers' hook registry while it holds no hook.
+
+    ``cache_context`` leaves one on the module in the first pipeline call, and removed hooks leave one behind.
+    """
+    return is_hook_registry(value) and not value.hooks
+
+
+def is_hook_registry(value: Any) -> bool:
+    """Tell whether a value is diffusers' HookRegistry."""
+    return type(value).__name__ == "HookRegistry" and isinstance(getattr(value, "hooks", None), dict)
+
+
+def bookkeeping_attributes(value: Any) -> frozenset[str]:
+    """Return the names of an object's attributes that no forward depends on."""
+    return frozenset({"_child_registries_cache"}) if is_hook_registry(value) else frozenset()
+
+
+def _place(path: str) -> str:
+    return f"submodule {path!r}" if path else "the module itself"
+
+
+def _accelerate_hooks(module: nn.Module) -> Iterator[Any]:
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None:
+        yield from _flatten_sequential(hook)
+
+
+def _flatten_sequential(hook: Any) -> Iterator[Any]:
+    inner = getattr(hook, "hooks", None)
+    if isinstance(inner, (list, tuple)):
+        for part in inner:
+            yield from _flatten_sequential(part)
+    else:
+        yield hook
+
+
+def _diffusers_hooks(module: nn.Module) -> Iterable[Any]:
+    registry: Any = module.__dict__.get("_diffusers_hook")
+    return list(registry.hooks.values()) if is_hook_registry(registry) else ()
+
+
+def _hook_reason(hook: Any) -> str | None:
+    names = {base.__name__ for base in type(hook).__mro__}
+    if _is_stateful(hook) or names & _STEP_CACHES:
+        return _CACHE_REASON
+    if getattr(hook, "offload", None) is True or names & (_ACCELERATE_OFFLOAD | _GROUP_OFFLOAD):
+        return _OFFLOAD_REASON
+    if names & _LAYERWISE_CASTING:
+        return _CASTING_REASON
+    return None
+
+
+def _is_stateful(hook: Any) -> bool:
+    held = getattr(hook, "__dict__", {}).values()
+    return getattr(hook, "_is_stateful", False) is True or any(type(value).__name__ == "StateManager" for value in held)
+
+
+def _device_map_reason(module: nn.Module) -> str | None:
+    device_map = module.__dict__.get("hf_device_map")
+    devices = sorted({str(device) for device in device_map.values()}) if isinstance(device_map, dict) else []
+    return _spread(devices, "its device map") if len(devices) > 1 else None
+
+
+def _device_reason(module: nn.Module) -> str | None:
+    devices = sorted({str(parameter.device) for parameter in module.parameters()})
+    if "meta" in devices:
+        return (
+            "The module has weights on the meta device, which hold no numbers (offloaded, or not loaded yet). "
+            "Load it onto its device before a capture."
+        )
+    return _spread(devices, "its weights") if len(devices) > 1 else None
+
+
+def _spread(devices: list[str], source: str) -> str:
+    return (
+        f"The module is spread over {', '.join(devices)} by {source}, and a graph runs on one device. "
+        "Put the module on one device, or leave it unwrapped."
+    )
