@@ -1,1 +1,109 @@
-"""bcg."""
+"""Breakable CUDA graphs for diffusion transformers.
+
+    pipe.transformer = bcg.wrap(pipe.transformer)
+    with bcg.warmup():
+        pipe("a prompt", height=1024, width=1024)
+    pipe("another prompt", height=1024, width=1024)      # replays; the same image, bit for bit
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from bcg.cache import EntriesView, VariantKey
+from bcg.config import RunnerConfig
+from bcg.entry import Entry, EntryKey
+from bcg.errors import (
+    BackendError,
+    BcgError,
+    CaptureError,
+    ConfigError,
+    GuardMiss,
+    HostileOperationError,
+    NestedCaptureError,
+    NotAModuleError,
+    PlanError,
+    ReplayError,
+    SegmentLimitError,
+    StateWriteError,
+    VerificationError,
+)
+from bcg.graph import (
+    BreakableCUDAGraph,
+    BreakableCUDAGraphCapture,
+    break_graph,
+    eager_on_graph,
+    replay_token,
+)
+from bcg.interception import Finding
+from bcg.report import CaptureReport, inspect
+from bcg.runner import BaseRunner, BreakableCudaGraphRunner, EagerRunner, unwrap, wrap
+from bcg.signature import Signature, TensorSpec, register_key, unregister_key
+from bcg.stats import RunnerStats
+from bcg.warmup import Window, in_warmup, open_window
+
+__version__ = "0.1.0"
+
+
+def warmup(runner: BreakableCudaGraphRunner | None = None) -> contextlib.AbstractContextManager[Window]:
+    """Open a warmup window: the only place where calls of wrapped modules capture.
+
+    Args:
+        runner: Open the window of this runner, for all threads; without it, the window of all runners, for this thread or
+            task (threads and executors do not inherit it).
+
+    Returns:
+        A context manager. A window that saw calls and captured nothing warns at its end.
+
+    Example:
+        >>> with warmup():
+        ...     in_warmup()
+        True
+    """
+    return open_window(None if runner is None else runner._self_identity)
+
+
+__all__ = [
+    "BackendError",
+    "BaseRunner",
+    "BcgError",
+    "BreakableCUDAGraph",
+    "BreakableCUDAGraphCapture",
+    "BreakableCudaGraphRunner",
+    "CaptureError",
+    "CaptureReport",
+    "ConfigError",
+    "EagerRunner",
+    "EntriesView",
+    "Entry",
+    "EntryKey",
+    "Finding",
+    "GuardMiss",
+    "HostileOperationError",
+    "NestedCaptureError",
+    "NotAModuleError",
+    "PlanError",
+    "ReplayError",
+    "RunnerConfig",
+    "RunnerStats",
+    "SegmentLimitError",
+    "Signature",
+    "StateWriteError",
+    "TensorSpec",
+    "VariantKey",
+    "VerificationError",
+    "Window",
+    "break_graph",
+    "eager_on_graph",
+    "in_warmup",
+    "inspect",
+    "register_key",
+    "replay_token",
+    "unregister_key",
+    "unwrap",
+    "warmup",
+    "wrap",
+]
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__

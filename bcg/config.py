@@ -110,7 +110,7 @@ class RunnerConfig:
     max_variants: int = _option(8, _count(1))
     max_capture_attempts: int = _option(4, _count(1))
     max_leaves: int = _option(2048, _count(1))
-    warmup_iterations: int = _option(2, _count(1))
+    warmup_iterations: int = _option(2, _count(2))
     verify: str = _option("auto", _choice("auto", "exact", "close", "off"))
     collectives: str = _option("capture", _choice("capture", "break"))
     eager_modules: tuple[str, ...] = _option((), _NAMES)

@@ -66,7 +66,15 @@ class ReplayError(BcgError, RuntimeError):
 
 
 class GuardMiss(ReplayError):
-    """A host value or shape that the capture relied on is another one in this call."""
+    """A host value or shape that the capture relied on is another one in this call.
+
+    Attributes:
+        step: The guard or eager break that noticed, where there is one.
+    """
+
+    def __init__(self, message: str, step: object = None) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class PlanError(BcgError, ValueError):

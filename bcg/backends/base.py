@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,9 @@ class Pool(Protocol):
     def record(self, *, stream: Any, capture_error_mode: str, draws_random: bool) -> Recording:
         """Begin a recording whose scratch memory is in this pool."""
 
+    def side_stream(self) -> AbstractContextManager[None]:
+        """Run a block on the stream that captures run on, ordered with the current one before and after."""
+
     def bytes(self) -> int:
         """Return the device bytes that the pool holds."""
 
@@ -90,5 +94,8 @@ class Backend(Protocol):
     def generator_states(self, device: torch.device) -> list[tuple[torch.Generator, Tensor]]:
         """Return the default generators that operations on the device may draw from, with their states."""
 
+    def is_capturing(self) -> bool:
+        """Tell whether this thread's work is being captured now, by whomever."""
+
     def synchronize(self, device: torch.device) -> None:
-        """Wait for the device."""
+        """Wait for the device; raises where its context is dead."""

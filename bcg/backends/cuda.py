@@ -60,8 +60,24 @@ class CudaPool:
         draws_random: bool = True,
     ) -> Recording:  # fmt: skip
         """Begin a recording whose scratch memory is in this pool."""
-        self._stream = stream or self._stream or torch.cuda.Stream(self.device)
-        return CudaRecording(self, self._stream, capture_error_mode, draws_random)
+        return CudaRecording(self, stream or self.stream(), capture_error_mode, draws_random)
+
+    def stream(self) -> torch.cuda.Stream:
+        """Return the stream that captures run on."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
+
+    @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """Run a block on the capture stream, ordered with the current one before and after."""
+        outer, stream = torch.cuda.current_stream(self.device), self.stream()
+        stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            outer.wait_stream(stream)
 
     def handle(self) -> Any:
         """Return the pool's handle; a fresh one where no graph uses the old, since torch frees a pool with its last."""
@@ -212,6 +228,10 @@ class CudaBackend:
         """Return the CPU's and the device's default generators with their states."""
         generators = (torch.default_generator, torch.cuda.default_generators[_indexed(device).index])
         return [(generator, generator.get_state()) for generator in generators]
+
+    def is_capturing(self) -> bool:
+        """Tell whether the current stream is being captured."""
+        return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for the device."""

@@ -6,6 +6,7 @@ fixed, constants are baked, views stay views, in-place and random operations run
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -203,6 +204,10 @@ class TapePool:
         """Begin a recording; streams and error modes mean nothing here."""
         return TapeRecording()
 
+    def side_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: the host has no streams."""
+        return contextlib.nullcontext()
+
     def bytes(self) -> int:
         """Return 0: a tape has no device memory."""
         return 0
@@ -232,6 +237,10 @@ class TapeBackend:
     def generator_states(self, device: torch.device) -> list[tuple[torch.Generator, Tensor]]:
         """Return the CPU's default generator with its state."""
         return [(torch.default_generator, torch.default_generator.get_state())]
+
+    def is_capturing(self) -> bool:
+        """Return False: nobody but bcg captures on the host."""
+        return False
 
     def synchronize(self, device: torch.device) -> None:
         """Do nothing: host execution has finished."""

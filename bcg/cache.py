@@ -1,0 +1,137 @@
+"""Captured entries and rejected signatures, both bounded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from bcg.entry import Entry, EntryKey
+from bcg.signature import Signature
+
+
+class VariantKey(NamedTuple):
+    """Names one entry.
+
+    Attributes:
+        key: Signature and module state.
+        variant: Number of the variant, which differs from others in guard values.
+    """
+
+    key: EntryKey
+    variant: int
+
+
+class EntryCache:
+    """Keep entries, the least recently used signature going first.
+
+    Args:
+        max_entries: Signatures kept.
+        max_bytes: Device bytes of all entries together; None for no limit.
+        max_rejections: Rejected signatures remembered.
+        on_evict: Called with each entry that goes, before its memory is given back.
+    """
+
+    def __init__(
+        self, max_entries: int, max_bytes: int | None, max_rejections: int, on_evict: Callable[[Entry], None]
+    ) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._max_rejections = max_rejections
+        self._on_evict = on_evict
+        self._variants: OrderedDict[EntryKey, list[Entry]] = OrderedDict()
+        self._rejections: OrderedDict[EntryKey, str] = OrderedDict()
+
+    def find(self, key: EntryKey) -> list[Entry]:
+        """Return the variants of a signature, the last used first, and refresh it."""
+        variants = self._variants.get(key)
+        if variants is None:
+            return []
+        self._variants.move_to_end(key)
+        return variants
+
+    def peek(self, key: EntryKey) -> list[Entry]:
+        """Return the variants of a signature without refreshing it."""
+        return self._variants.get(key, [])
+
+    def prefer(self, entry: Entry) -> None:
+        """Try an entry first among its variants from now on."""
+        variants = self._variants[entry.key]
+        if variants[0] is not entry:
+            variants.remove(entry)
+            variants.insert(0, entry)
+
+    def add(self, entry: Entry) -> None:
+        """Keep an entry; evict the least recently used ones beyond the bounds."""
+        self._rejections.pop(entry.key, None)
+        self._variants.setdefault(entry.key, []).insert(0, entry)
+        self._variants.move_to_end(entry.key)
+        while len(self._variants) > 1 and self._is_over():
+            oldest = next(iter(self._variants))
+            self.drop(oldest)
+
+    def _is_over(self) -> bool:
+        over_bytes = self._max_bytes is not None and self.bytes() > self._max_bytes
+        return len(self._variants) > self._max_entries or over_bytes
+
+    def drop(self, key: EntryKey) -> None:
+        """Evict all variants of a signature."""
+        for entry in self._variants.pop(key, []):
+            self._on_evict(entry)
+            entry.reset()
+
+    def drop_all(self) -> None:
+        """Evict everything, and forget the rejections."""
+        for key in list(self._variants):
+            self.drop(key)
+        self._rejections.clear()
+
+    def reject(self, key: EntryKey, reason: str) -> None:
+        """Remember why a signature is not captured."""
+        self._rejections[key] = reason
+        self._rejections.move_to_end(key)
+        while len(self._rejections) > self._max_rejections:
+            self._rejections.popitem(last=False)
+
+    def rejection(self, key: EntryKey) -> str | None:
+        """Return why a signature was rejected, or None."""
+        return self._rejections.get(key)
+
+    def rejections(self) -> dict[Signature, str]:
+        """Return all remembered reasons by signature."""
+        return {key.signature: reason for key, reason in self._rejections.items()}
+
+    def bytes(self) -> int:
+        """Return the device bytes of all entries together."""
+        return sum(entry.bytes for variants in self._variants.values() for entry in variants)
+
+    def __len__(self) -> int:
+        return len(self._variants)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield all entries, the least recently used signature first."""
+        for variants in self._variants.values():
+            yield from variants
+
+
+class EntriesView(Mapping[VariantKey, Entry]):
+    """The entries of a runner, read only, the least recently used first."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        numbers: dict[EntryKey, int] = {}
+        self._entries: dict[VariantKey, Entry] = {}
+        for entry in entries:
+            number = numbers[entry.key] = numbers.get(entry.key, -1) + 1
+            self._entries[VariantKey(entry.key, number)] = entry
+
+    def __getitem__(self, key: VariantKey) -> Entry:
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[VariantKey]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"EntriesView({list(self._entries.values())!r})"

@@ -1,0 +1,420 @@
+"""Capture one call of a module: warm up, record, verify, and try again where a break can help.
+
+Nothing here serves a call. Whatever goes wrong is a `CaptureError`; Python state and random number generators are then as
+they were before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bcg import _torch, trees
+from bcg.backends import Backend, Pool
+from bcg.config import RunnerConfig
+from bcg.entry import Entry, EntryKey, OutputTemplate
+from bcg.errors import CaptureError, GuardMiss, StateWriteError, VerificationError
+from bcg.graph import BreakableCUDAGraphCapture, EagerStep, GuardStep
+from bcg.interception import CaptureRun, DryRun, Finding, OperationFailedError, Policy
+from bcg.module_state import ModuleState, describe_difference
+from bcg.patching import broken_modules, compiled_submodules, is_torch_function, patched, resolve_function
+from bcg.python_state import PythonState
+from bcg.signature import Call
+from bcg.source import naming
+from bcg.static_inputs import StaticArena, StaticInputs
+from bcg.verification import difference, fresh_inputs
+
+_log = logging.getLogger("bcg")
+_MAX_MODULE_BREAK_ROUNDS = 8  # a break that misses again moves outwards one module a round
+
+
+@dataclass
+class Learned:
+    """What earlier captures of a class of modules found out.
+
+    Attributes:
+        operations: Operations that fail inside a capture.
+        classes: Classes of submodules whose host reads change with the content.
+    """
+
+    operations: set[str] = field(default_factory=set)
+    classes: set[type] = field(default_factory=set)
+
+
+_Generators = list[tuple[torch.Generator, Tensor]]
+
+_learned: weakref.WeakKeyDictionary[type, Learned] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Seams:
+    """Where a host takes part in captures.
+
+    Attributes:
+        barrier: Called before every eager step while capturing; ranks wait for each other there.
+        capture_context: Makes a context manager that is entered around each capture.
+    """
+
+    barrier: Callable[[], None] | None = None
+    capture_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+
+
+class Capturer:
+    """Captures calls of one module.
+
+    Args:
+        module: The module.
+        device: Where it is.
+        state: Its state.
+        config: Options.
+        pool: Scratch memory.
+        arena: Memory for static inputs.
+        seams: Where a host takes part.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, state: ModuleState, config: RunnerConfig, pool: Pool,
+        arena: StaticArena, seams: Seams,
+    ) -> None:  # fmt: skip
+        self.device = device
+        self._module = module
+        self._state = state
+        self._config = config
+        self._pool = pool
+        self._arena = arena
+        self._seams = seams
+        functions = {name: resolve_function(name) for name in config.eager_functions}
+        self._torch_functions = frozenset(function for function in functions.values() if is_torch_function(function))
+        self._functions = [pair for pair in functions.items() if pair[1] not in self._torch_functions]
+
+    @property
+    def _backend(self) -> Backend:
+        return self._pool.backend
+
+    def capture(self, call: Call) -> Entry:
+        """Capture a call.
+
+        Args:
+            call: A call with a signature.
+
+        Returns:
+            The entry, verified as the config asks.
+
+        Raises:
+            CaptureError: The call cannot be captured; the message says why.
+            Exception: What the module itself raises passes unchanged.
+        """
+        started = time.perf_counter()
+        before = PythonState(self._module)
+        generators = self._backend.generator_states(self._pool.device)
+        try:
+            with _without_autocast_cache(), naming(self._module):
+                entry = self._try_until_verified(call, generators)
+        except BaseException:
+            before.restore()
+            raise
+        finally:
+            _restore(generators)
+        entry.capture_s = time.perf_counter() - started
+        return entry
+
+    def observe(self, call: Call) -> list[Finding]:
+        """Run a call's forward twice without capturing, and return what the second met.
+
+        Args:
+            call: A call with a signature.
+
+        Returns:
+            Hoists, guards and breaks in their order.
+
+        Raises:
+            CaptureError: The forward does what no capture can follow.
+        """
+        before = PythonState(self._module)
+        generators = self._backend.generator_states(self._pool.device)
+        try:
+            with _without_autocast_cache(), naming(self._module):
+                plan = self._plan(self._learned().classes)
+                return self._warm_up(call, self._inputs(call), plan, generators).findings
+        finally:
+            before.restore()
+            _restore(generators)
+
+    # -- attempts --------------------------------------------------------------------------------------------------
+
+    def _learned(self) -> Learned:
+        return _learned.setdefault(type(self._module), Learned())
+
+    def _try_until_verified(self, call: Call, generators: _Generators) -> Entry:
+        classes = set(self._learned().classes)
+        for _ in range(_MAX_MODULE_BREAK_ROUNDS):
+            entry = self._try(call, self._plan(classes), generators)
+            miss = self._verify(entry, call, generators)
+            if miss is None:
+                self._learned().classes |= classes
+                return entry
+            outer = self._class_to_break(miss, classes) if self._config.module_breaks else None
+            if outer is None:
+                break
+            _log.info("%s: %s becomes an eager break, since %s", type(self._module).__name__, outer.__name__, miss)
+            entry.reset()
+            classes.add(outer)
+        return self._keep_guards(call, entry, miss, classes, generators)
+
+    def _keep_guards(
+        self, call: Call, entry: Entry, miss: GuardMiss, classes: set[type], generators: _Generators
+    ) -> Entry:
+        """Keep an entry that fresh inputs miss: it serves the calls whose guards hold, and is verified on one such."""
+        if classes != self._learned().classes:
+            entry.reset()
+            entry = self._try(call, self._plan(self._learned().classes), generators)
+        problem = self._compare(entry, call, call.tensors, generators)
+        if problem is not None:
+            entry.reset()
+            raise VerificationError(f"the entry differs from eager on the inputs that it was captured with: {problem}.")
+        entry.verified = f"on the captured inputs only: {miss}"
+        return entry
+
+    def _try(self, call: Call, plan: _Plan, generators: _Generators) -> Entry:
+        """Capture once, and again with one more break after each operation that fails."""
+        for attempt in range(self._config.max_capture_attempts):
+            try:
+                return self._record(call, plan, generators)
+            except OperationFailedError as error:
+                if attempt + 1 == self._config.max_capture_attempts or error.operation in plan.policy.operations:
+                    raise
+                _log.info("%s; trying again with it as an eager break", error)
+                plan.policy.operations.add(error.operation)
+                self._learned().operations.add(error.operation)
+            except _UnwatchedError as error:
+                plan.watched = True
+                _log.info("%s; trying again with every operation watched", error)
+        raise CaptureError(f"not captured after max_capture_attempts={self._config.max_capture_attempts} tries.")
+
+    def _class_to_break(self, miss: GuardMiss, classes: set[type]) -> type | None:
+        """Return the class of the innermost submodule around a missed guard that is no break yet."""
+        if not isinstance(miss.step, (EagerStep, GuardStep)):
+            return None
+        for name in miss.step.where.modules:
+            kind = type(self._module.get_submodule(name))
+            if name and kind not in classes and not isinstance(self._module, kind):
+                return kind
+        return None
+
+    def _plan(self, classes: set[type]) -> _Plan:
+        policy = Policy(
+            operations=set(self._learned().operations),
+            functions=self._torch_functions,
+            break_collectives=self._config.collectives == "break",
+        )
+        return _Plan(policy, broken_modules(self._module, self._config.eager_modules, classes))
+
+    # -- one attempt -----------------------------------------------------------------------------------------------
+
+    def _inputs(self, call: Call) -> StaticInputs:
+        assert call.signature is not None
+        inputs = StaticInputs(call.signature.tensor_specs, self._pool.device, self._arena)
+        inputs.load(call.tensors)
+        return inputs
+
+    def _protected(self, call: Call, inputs: StaticInputs) -> dict[int, str]:
+        """Name the storages that a forward must not write to."""
+        named = {_torch.storage_key(tensor): f"parameter {name}" for name, tensor in self._module.named_parameters()}
+        named |= {_torch.storage_key(tensor): f"buffer {name}" for name, tensor in self._module.named_buffers()}
+        paths = [call.structure.paths[slot] for slot in call.tensor_slots]
+        named |= {
+            _torch.storage_key(tensor): f"argument {path}" for path, tensor in zip(paths, inputs.tensors, strict=True)
+        }
+        return named
+
+    def _warm_up(self, call: Call, inputs: StaticInputs, plan: _Plan, generators: _Generators) -> DryRun:
+        """Run the forward as eager would, until it is in a steady state; return what the last run met."""
+        protected = self._protected(call, inputs)
+        for iteration in range(self._config.warmup_iterations):
+            dry = DryRun(self._backend, protected, plan.policy)
+            self._run_dry(call, inputs, plan, dry, steady=iteration > 0)
+            _restore(generators)
+        return dry
+
+    def _run_dry(self, call: Call, inputs: StaticInputs, plan: _Plan, dry: DryRun, *, steady: bool) -> None:
+        args, kwargs = call.rebuild(inputs.tensors)
+        arguments, state = trees.flatten((args, kwargs)), self._state.key()
+        with self._pool.side_stream(), self._patched(dry, plan), dry.watching():
+            result = self._module(*args, **kwargs)
+        _check_arguments(arguments, trees.flatten((args, kwargs)))
+        if steady:
+            self._check_state(state)
+            _check_survivors(dry, result)
+
+    def _patched(self, watch: Any, plan: _Plan) -> contextlib.AbstractContextManager[None]:
+        return patched(watch, self._module, plan.broken, self._functions)
+
+    def _check_state(self, before: Any) -> None:
+        after = self._state.key()
+        if after != before:
+            lines = "; ".join(describe_difference(before, after)[:3])
+            raise StateWriteError(
+                f"every forward changes Python state of the module ({lines}), which a replay would not: keep the state "
+                "outside of the module and pass it in, or name the submodule in eager_modules."
+            )
+
+    def _record(self, call: Call, plan: _Plan, generators: _Generators) -> Entry:
+        inputs = self._inputs(call)
+        dry = self._warm_up(call, inputs, plan, generators)
+        held_before, state = self._pool.bytes(), self._state.key()
+        capture = BreakableCUDAGraphCapture(
+            pool=self._pool,
+            capture_error_mode=self._config.capture_error_mode,
+            barrier=self._seams.barrier,
+            capture_context=self._seams.capture_context,
+            max_segments=self._config.max_segments,
+            draws_random=dry.random,
+        )
+        args, kwargs = call.rebuild(inputs.tensors)
+        result = self._run_capture(capture, call, inputs, plan, dry, args, kwargs)
+        try:
+            self._check_state(state)
+            outputs = OutputTemplate(result, inputs.tensors, capture.borrowed)
+        except BaseException:
+            capture.graph.reset()
+            raise
+        assert call.signature is not None
+        return Entry(
+            key=EntryKey(call.signature, state),
+            graph=capture.graph,
+            inputs=inputs,
+            outputs=outputs,
+            call=call.without_tensors(),
+            pool=self._pool,
+            findings=tuple(dry.findings),
+            hoists=dry.hoists,
+            host_guards=tuple(dry.host_guards.values()),
+            externals=tuple(dry.externals.values()),
+            random=dry.random,
+            pool_bytes=self._pool.bytes() - held_before,
+        )
+
+    def _run_capture(
+        self, capture: BreakableCUDAGraphCapture, call: Call, inputs: StaticInputs, plan: _Plan, dry: DryRun,
+        args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        if not dry.findings and not plan.watched:
+            try:
+                with capture:
+                    return self._module(*args, **kwargs)
+            except RuntimeError as error:
+                if isinstance(error, (CaptureError, torch.OutOfMemoryError)):
+                    raise
+                raise _UnwatchedError(f"{type(error).__name__} in the capture: {error}") from error
+        run = CaptureRun(capture, self._protected(call, inputs), plan.policy, dry.hoists)
+        with capture, self._patched(run, plan), run.watching():
+            return self._module(*args, **kwargs)
+
+    # -- verification ----------------------------------------------------------------------------------------------
+
+    def _verify(self, entry: Entry, call: Call, generators: _Generators) -> GuardMiss | None:
+        """Compare the entry with eager on fresh inputs; return the miss where those do not pass its guards."""
+        if self._config.verify == "off":
+            entry.verified = "off"
+            return None
+        try:
+            problem = self._compare(entry, call, fresh_inputs(call.tensors), generators)
+        except GuardMiss as miss:
+            return miss
+        if problem is not None:
+            entry.reset()
+            raise VerificationError(f"the entry does not reproduce eager on fresh inputs: {problem}.")
+        entry.verified = "close" if self._is_close() else "exact"
+        return None
+
+    def _compare(self, entry: Entry, call: Call, tensors: list[Tensor], generators: _Generators) -> str | None:
+        args, kwargs = call.rebuild(tensors)
+        _restore(generators)
+        expected = self._module(*args, **kwargs)
+        drawn = self._backend.generator_states(self._pool.device)
+        _restore(generators)
+        got = entry.replay(tensors)
+        problem = difference(expected, got, close=self._is_close())
+        if problem is None and not _same_generators(drawn, self._backend.generator_states(self._pool.device)):
+            problem = "random number generators are left in another state"
+        entry.hits = 0
+        return problem
+
+    def _is_close(self) -> bool:
+        if self._config.verify == "auto":
+            return bool(compiled_submodules(self._module))
+        return self._config.verify == "close"
+
+
+@dataclass
+class _Plan:
+    """What one attempt does beyond the table of operations."""
+
+    policy: Policy
+    broken: frozenset[str]
+    watched: bool = False
+
+
+class _UnwatchedError(CaptureError):
+    """A capture without interception failed; with it, the operation can be found."""
+
+
+def _restore(generators: _Generators) -> None:
+    for generator, state in generators:
+        generator.set_state(state)
+
+
+def _same_generators(one: _Generators, other: _Generators) -> bool:
+    return all(torch.equal(left[1], right[1]) for left, right in zip(one, other, strict=True))
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Keep autocast from caching casted weights: a cached cast made in a capture would be scratch memory of the pool."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def _check_arguments(before: trees.Tree, after: trees.Tree) -> None:
+    if before.structure == after.structure and all(map(_is_same, before.leaves, after.leaves)):
+        return
+    paths = before.structure.paths
+    changed = [
+        path for path, one, other in zip(paths, before.leaves, after.leaves, strict=False) if not _is_same(one, other)
+    ]
+    raise StateWriteError(
+        f"the forward changes an argument ({', '.join(changed[:3]) or 'its structure'}), which a replay would not: pass "
+        "what changes as a tensor and return its new value."
+    )
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other or (not isinstance(one, Tensor) and type(one) is type(other) and bool(one == other))
+
+
+def _check_survivors(dry: DryRun, result: Any) -> None:
+    results = [leaf for leaf in trees.flatten(result).leaves if isinstance(leaf, Tensor)]
+    if not dry.survivors(results):
+        return
+    gc.collect()
+    kept = dry.survivors(results)
+    if kept:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in kept[:3])
+        raise StateWriteError(
+            f"every forward keeps {len(kept)} tensors that it makes (shapes {shapes}) beyond the call, in a cache or an "
+            "object: a replay would change them under whoever reads them later. Bound the cache by the signature, or name "
+            "the submodule in eager_modules."
+        )

@@ -1,0 +1,647 @@
+"""The runners: stand-ins for a module that serve its calls, eagerly or by replaying captured graphs.
+
+The path of a call is `BreakableCudaGraphRunner.__call__`, read from top to bottom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import traceback
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from bcg.ambient import ambient_refusal
+from bcg.backends import Pool, backend_for
+from bcg.cache import EntriesView, EntryCache
+from bcg.capture import Capturer, Seams
+from bcg.config import RunnerConfig
+from bcg.entry import Entry, EntryKey
+from bcg.errors import BcgError, ConfigError, GuardMiss
+from bcg.graph import current_capture
+from bcg.interception import Finding
+from bcg.module_state import ModuleState
+from bcg.module_state import describe_difference as describe_state_difference
+from bcg.proxy import ModuleProxy
+from bcg.signature import Call, CallBinder, Signature, TensorSpec, describe_difference, distance
+from bcg.static_inputs import StaticArena
+from bcg.stats import Counters, RunnerStats
+from bcg.warmup import Window, window_of
+
+_log = logging.getLogger("bcg")
+_MAX_MISSES = 256  # different missed signatures that are remembered and explained
+_NOT_SERVED: Final = object()
+
+_module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+class _Identity:
+    """Stands for a runner where it is a key: the runner itself hashes and compares as its module."""
+
+
+class BaseRunner(ModuleProxy):
+    """Serve the calls of a module, and be the module in everything else.
+
+    Args:
+        module: The module to serve.
+        config: Options; from the environment where left out.
+    """
+
+    def __init__(self, module: nn.Module, config: RunnerConfig | None = None) -> None:
+        super().__init__(module)
+        self._self_config = config if config is not None else RunnerConfig.from_environment()
+        self._self_identity = _Identity()
+        self._self_counters = Counters()
+        self._self_warmed_up = False
+
+    @property
+    def stats(self) -> RunnerStats:
+        """Counters, as they are now."""
+        return self._self_counters.snapshot()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Serve one call of the module.
+
+        Args:
+            *args: As the module's forward takes them.
+            **kwargs: Likewise.
+
+        Returns:
+            What the module returns.
+        """
+        self._self_counters.add("calls")
+        return self._run_eagerly(args, kwargs)
+
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._self_counters.add("eager_calls")
+        return self.__wrapped__(*args, **kwargs)
+
+    def dummy_run(self, spec: Mapping[str, Any]) -> Any:
+        """Call the module with synthetic inputs.
+
+        Args:
+            spec: By argument name either a value that is passed as it is, or ``(shape, dtype)`` for a tensor on the
+                module's device: normal numbers for floating dtypes, ones for booleans, zeros for integers.
+
+        Returns:
+            What the call returns.
+
+        Example:
+            >>> import bcg
+            >>> runner = bcg.EagerRunner(torch.nn.Linear(4, 2))
+            >>> runner.dummy_run({"input": ((3, 4), torch.float32)}).shape
+            torch.Size([3, 2])
+        """
+        device = _device_of(self.__wrapped__)
+        return self(**{name: _synthetic(value, device) for name, value in spec.items()})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.__wrapped__).__name__})"
+
+
+class EagerRunner(BaseRunner):
+    """Run every call eagerly; what `BreakableCudaGraphRunner` is compared with."""
+
+
+class BreakableCudaGraphRunner(BaseRunner):
+    """Replay captured graphs for calls with a known signature, and run every other call eagerly.
+
+    Made by `bcg.wrap`. Captures happen inside a `bcg.warmup` window, where ``capture_when`` says so, and in `capture`;
+    never while serving.
+
+    Args:
+        module: The module to serve.
+        config: Options; from the environment where left out.
+        pool: Scratch memory, shared with another runner that never runs at the same time; made where left out.
+        capture_when: Asked at a miss outside a window; captures where it returns True. The seam for hosts that have a
+            warmup flag of their own.
+        barrier: Called before every eager step while capturing; ranks wait for each other there.
+        capture_context: Makes a context manager that is entered around each capture.
+
+    Raises:
+        BackendError: The config names a backend that cannot run here.
+        ConfigError: The config names an eager function that does not exist.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RunnerConfig | None = None,
+        *,
+        pool: Pool | None = None,
+        capture_when: Callable[[], bool] | None = None,
+        barrier: Callable[[], None] | None = None,
+        capture_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        super().__init__(module, config)
+        if self._self_config.backend == "cuda":
+            # A module that is still on the CPU may be moved later; a torch without CUDA cannot be helped.
+            backend_for("cuda", torch.device("cuda"))
+        self._self_capture_when = capture_when
+        self._self_seams = Seams(barrier, capture_context)
+        self._self_given_pool = pool
+        self._self_pool: Pool | None = None
+        self._self_capturer: Capturer | None = None
+        self._self_arena = StaticArena()
+        self._self_state = ModuleState(module)
+        self._self_binder: CallBinder = CallBinder(module.forward)
+        self._self_disabled: str | None = None
+        self._self_misses: OrderedDict[Signature, int] = OrderedDict()
+        self._self_told: set[str] = set()
+        self._self_lock = _module_locks.setdefault(module, threading.RLock())
+        self._self_cache = EntryCache(
+            self._self_config.max_entries, self._self_config.max_bytes, self._self_config.max_rejections, self._evicting
+        )
+        self._make_capturer()
+
+    # -- the path of a call ----------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Serve one call: replay where its signature is captured, capture inside a window, else run eagerly.
+
+        Args:
+            *args: As the module's forward takes them.
+            **kwargs: Likewise.
+
+        Returns:
+            What the module returns, in tensors of its own.
+        """
+        self._self_counters.add("calls")
+        call = self._bind(args, kwargs)
+        if call is not None and self.can_run_graph(call):
+            with self._locked():
+                result = self.execute(call)
+            if result is not _NOT_SERVED:
+                return result
+        return self._run_eagerly(args, kwargs)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Bind the call to forward's parameters and key it; None where it does not bind or graphs are off."""
+        if self._self_disabled is not None or current_capture() is not None:
+            return None
+        forward = self.__wrapped__.forward
+        if not self._self_binder.fits(forward):
+            self._self_binder = CallBinder(forward)
+        return self._self_binder.call(args, kwargs, max_leaves=self._self_config.max_leaves)
+
+    def can_run_graph(self, call: Call) -> bool:
+        """Tell whether a graph may serve a call at all, captured or not.
+
+        Args:
+            call: A bound call.
+
+        Returns:
+            False where the call must run eagerly; the reason is counted, and logged once.
+        """
+        reason = self._refusal(call)
+        if reason is None:
+            return True
+        self._self_counters.add("refusals")
+        self._tell_once(reason, "calls run eagerly: %s", reason)
+        return False
+
+    def execute(self, call: Call) -> Any:
+        """Serve a call by a graph: find its entries and replay one, or capture inside a window.
+
+        Args:
+            call: A bound call that a graph may serve.
+
+        Returns:
+            The result, or a private mark where the call must run eagerly.
+        """
+        key = self._key(call)
+        variants = self._self_cache.find(key)
+        misses: list[str] = []
+        for entry in tuple(variants):
+            result = self._replay(entry, call, misses)
+            if result is not _NOT_SERVED:
+                self._self_counters.add("replays")
+                return result
+        window = window_of(self._self_identity)
+        if self._may_capture(window) and len(variants) < self._self_config.max_variants:
+            return self._capture_and_serve(key, call, window)
+        self._note_miss(call, key, misses)
+        return _NOT_SERVED
+
+    def load_inputs(self, entry: Entry, call: Call) -> None:
+        """Copy a call's tensors into an entry's static inputs.
+
+        Args:
+            entry: An entry.
+            call: A call with the entry's signature.
+        """
+        entry.inputs.load(call.tensors)
+
+    # -- its steps -------------------------------------------------------------------------------------------------
+
+    def _refusal(self, call: Call) -> str | None:
+        """Say why no graph may serve a call, or return None."""
+        if call.refusal is not None:
+            return call.refusal
+        assert call.signature is not None
+        return (
+            ambient_refusal()
+            or self._gradient_refusal(call)
+            or self._self_state.refusal()
+            or self._device_refusal(call.signature)
+        )
+
+    def _gradient_refusal(self, call: Call) -> str | None:
+        if not torch.is_grad_enabled():
+            return None
+        needed = any(tensor.requires_grad for tensor in call.tensors)
+        if needed or any(parameter.requires_grad for parameter in self.__wrapped__.parameters()):
+            return "gradients are required: call the module under torch.no_grad() or torch.inference_mode()"
+        return None
+
+    def _device_refusal(self, signature: Signature) -> str | None:
+        device = self._capturer().device
+        allowed = {str(device), "cpu"}
+        for path, spec in zip(_tensor_paths(signature), signature.tensor_specs, strict=True):
+            if spec.device not in allowed:
+                return f"argument `{path}` is on {spec.device}, but the module is on {device}"
+        return "another CUDA graph is being captured" if self.pool.backend.is_capturing() else None
+
+    def _key(self, call: Call) -> EntryKey:
+        assert call.signature is not None
+        return EntryKey(call.signature, self._self_state.key())
+
+    def _replay(self, entry: Entry, call: Call, misses: list[str]) -> Any:
+        try:
+            result = entry.replay(call.tensors)
+        except GuardMiss as miss:
+            misses.append(str(miss))
+            return _NOT_SERVED
+        except Exception as error:
+            self._quarantine(entry, error)
+            return _NOT_SERVED
+        self._self_cache.prefer(entry)
+        return result
+
+    def _quarantine(self, entry: Entry, error: Exception) -> None:
+        """Drop a signature whose replay raised; raise the error where the device's context is dead."""
+        try:
+            entry.pool.backend.synchronize(entry.pool.device)
+        except Exception:
+            raise error from None
+        self._self_counters.add("replay_failures")
+        reason = f"a replay raised {type(error).__name__}: {error}"
+        self._self_cache.drop(entry.key)
+        self._self_cache.reject(entry.key, reason)
+        _log.warning("%s: %s; the signature runs eagerly from now on", self._name(), reason)
+
+    def _may_capture(self, window: Window | None) -> bool:
+        if window is not None:
+            window.calls += 1
+            return True
+        return self._self_capture_when is not None and self._self_capture_when()
+
+    def _capture_and_serve(self, key: EntryKey, call: Call, window: Window | None) -> Any:
+        if self._self_cache.rejection(key) is not None:
+            return _NOT_SERVED
+        entry = self._capture(key, call)
+        if entry is None:
+            return _NOT_SERVED
+        if window is not None:
+            window.captures += 1
+        result = self._replay(entry, call, [])
+        if result is not _NOT_SERVED:
+            self._self_counters.add("capture_calls")
+        return result
+
+    def _capture(self, key: EntryKey, call: Call) -> Entry | None:
+        """Capture a call and keep the entry; None, with the reason remembered, where that fails."""
+        reason, remember = "", True
+        try:
+            entry = self._capturer().capture(call)
+        except Exception as error:
+            reason = str(error) if isinstance(error, BcgError) else f"{type(error).__name__}: {error}"
+            remember = not isinstance(error, torch.OutOfMemoryError)
+            # Frames of the failed capture hold its tensors; the eager call that follows needs their memory.
+            traceback.clear_frames(error.__traceback__)
+        else:
+            self._self_counters.add("captures")
+            self._self_cache.add(entry)
+            _log.info("%s: captured %r in %.2f s, verified %s", self._name(), entry, entry.capture_s, entry.verified)
+            return entry
+        self._self_counters.add("rejections")
+        if remember:
+            self._self_cache.reject(key, reason)
+        _log.warning("%s: not captured, and run eagerly: %s [%s]", self._name(), reason, key.signature.summary())
+        return None
+
+    def _note_miss(self, call: Call, key: EntryKey, guard_misses: list[str]) -> None:
+        """Count a call that is served eagerly, and explain the first of its signature."""
+        assert call.signature is not None
+        self._self_counters.add("guard_misses" if guard_misses else "misses")
+        seen = self._self_misses.pop(call.signature, 0)
+        self._self_misses[call.signature] = seen + 1
+        while len(self._self_misses) > _MAX_MISSES:
+            self._self_misses.popitem(last=False)
+        if not seen and len(self._self_cache):
+            text = _other_guard_values(guard_misses) if guard_misses else self._explain_miss(call, key)
+            _log.warning("%s: %s", self._name(), text)
+
+    # -- explicit use ----------------------------------------------------------------------------------------------
+
+    def capture(self, *args: Any, **kwargs: Any) -> bool:
+        """Capture a call now, inside a window or not.
+
+        Args:
+            *args: As the module's forward takes them.
+            **kwargs: Likewise.
+
+        Returns:
+            Whether the call will replay; True at once where it is captured already. `explain` says why not.
+
+        Example:
+            >>> import bcg
+            >>> runner = bcg.wrap(torch.nn.Linear(4, 2).requires_grad_(False))
+            >>> runner.capture(torch.ones(1, 4))
+            True
+        """
+        call = self._bind(args, kwargs)
+        if call is None or not self.can_run_graph(call):
+            return False
+        with self._locked():
+            key = self._key(call)
+            if self._self_cache.find(key):
+                return True
+            return self._capture(key, call) is not None
+
+    def observe(self, *args: Any, **kwargs: Any) -> list[Finding]:
+        """Run a call's forward without capturing, and return what a capture would meet.
+
+        Args:
+            *args: As the module's forward takes them.
+            **kwargs: Likewise.
+
+        Returns:
+            Hoists, guards and breaks in their order; nothing for a call that no graph may serve.
+
+        Raises:
+            CaptureError: The forward does what no capture can follow.
+        """
+        call = self._bind(args, kwargs)
+        if call is None or not self.can_run_graph(call):
+            return []
+        with self._locked():
+            return self._capturer().observe(call)
+
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        """Say whether a call would replay, and if not why; nothing is run but the guards' reads.
+
+        Args:
+            *args: As the module's forward takes them.
+            **kwargs: Likewise.
+
+        Returns:
+            Text for a person. For a miss it names the nearest captured signature and each argument that differs.
+        """
+        if self._self_disabled is not None:
+            return f"runs eagerly: graphs are off ({self._self_disabled})."
+        call = self._bind(args, kwargs)
+        if call is None:
+            return "runs eagerly: the arguments do not fit the module's forward."
+        reason = self._refusal(call)
+        if reason is not None:
+            return f"runs eagerly: {reason}."
+        with self._locked():
+            return self._explain(call)
+
+    def _explain(self, call: Call) -> str:
+        assert call.signature is not None
+        key = self._key(call)
+        variants = self._self_cache.peek(key)
+        return self._explain_variants(variants, call) if variants else self._explain_miss(call, key)
+
+    def _explain_miss(self, call: Call, key: EntryKey) -> str:
+        assert call.signature is not None
+        rejection = self._self_cache.rejection(key)
+        if rejection is not None:
+            return f"runs eagerly: the capture was rejected: {rejection}"
+        known = list(self._self_cache.entries())
+        if not known:
+            return "runs eagerly: nothing is captured yet. Call it inside `with bcg.warmup():`."
+        nearest = min(known, key=lambda entry: _entry_distance(entry.key, key))
+        lines = describe_difference(nearest.signature, call.signature)
+        lines += [f"module: {line}" for line in describe_state_difference(nearest.key.state, key.state)]
+        return "runs eagerly: not captured. Against the nearest captured signature:\n  " + "\n  ".join(lines[:20])
+
+    def _explain_variants(self, variants: list[Entry], call: Call) -> str:
+        """Try the guards; a replay has no effect beyond the graph's memory and the generators, which are put back."""
+        misses: list[str] = []
+        for entry in variants:
+            generators = entry.pool.backend.generator_states(entry.pool.device)
+            try:
+                entry.replay(call.tensors)
+                entry.hits -= 1
+                return f"replays: {entry.segments} segments, {entry.breaks} breaks, {entry.guards} guards."
+            except GuardMiss as miss:
+                misses.append(str(miss))
+            finally:
+                for generator, state in generators:
+                    generator.set_state(state)
+        return _other_guard_values(misses)
+
+    def reset(self, disabled_reason: str | None = None) -> None:
+        """Drop all entries and give their memory back.
+
+        Args:
+            disabled_reason: Serve every call eagerly from now on, for this reason; None switches graphs on again.
+        """
+        with self._locked():
+            self.pool.wait()
+            self._self_cache.drop_all()
+            self._self_arena.clear()
+            self._self_misses.clear()
+            self._self_told.clear()
+            self._self_disabled = disabled_reason
+
+    @property
+    def entries(self) -> EntriesView:
+        """Captured entries, the least recently used first."""
+        return EntriesView(list(self._self_cache.entries()))
+
+    @property
+    def rejections(self) -> Mapping[Signature, str]:
+        """Why signatures were rejected."""
+        return self._self_cache.rejections()
+
+    @property
+    def pool(self) -> Pool:
+        """Scratch memory of the replays; give it to `bcg.wrap` for a module that never runs at the same time."""
+        self._capturer()
+        assert self._self_pool is not None
+        return self._self_pool
+
+    # -- what belongs to the module's device -----------------------------------------------------------------------
+
+    def _capturer(self) -> Capturer:
+        """Return what captures on the device where the module is now."""
+        device = _device_of(self.__wrapped__)
+        assert self._self_capturer is not None
+        if self._self_capturer.device != device:
+            with self._self_lock:
+                self._self_cache.drop_all()
+                self._self_arena.clear()
+                self._make_capturer()
+        return self._self_capturer
+
+    def _make_capturer(self) -> None:
+        device = _device_of(self.__wrapped__)
+        self._self_pool = self._pool_on(device)
+        self._self_capturer = Capturer(
+            self.__wrapped__, device, self._self_state, self._self_config, self._self_pool, self._self_arena,
+            self._self_seams,
+        )  # fmt: skip
+
+    def _pool_on(self, device: torch.device) -> Pool:
+        given = self._self_given_pool
+        if given is not None and given.device.type == device.type:
+            return given
+        name = self._self_config.backend
+        if name == "cuda" and device.type != "cuda":
+            name = "auto"  # not moved to the GPU yet
+        return backend_for(name, device).create_pool(device)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Let one thread at a time use the module's graphs, and the pool that they share."""
+        with self._self_lock, self.pool.lock:
+            yield
+
+    # -- small parts -----------------------------------------------------------------------------------------------
+
+    def _evicting(self, entry: Entry) -> None:
+        entry.pool.wait()
+        self._self_counters.add("evictions")
+        _log.info("%s: evicted %r", self._name(), entry)
+
+    def _tell_once(self, topic: str, message: str, *args: object) -> None:
+        if topic not in self._self_told and len(self._self_told) < _MAX_MISSES:
+            self._self_told.add(topic)
+            _log.warning("%s: " + message, self._name(), *args)
+
+    def _name(self) -> str:
+        return type(self.__wrapped__).__name__
+
+    def _rewrap(self, module: nn.Module) -> BreakableCudaGraphRunner:
+        return type(self)(module, self._self_config, capture_when=self._self_capture_when)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.__wrapped__, self._self_config)
+
+    def __repr__(self) -> str:
+        entries = list(self._self_cache.entries())
+        breaks = sum(entry.breaks for entry in entries)
+        return f"BreakableCudaGraphRunner({self._name()}, {len(entries)} graphs, {breaks} breaks, {self.stats.replays} replays)"
+
+
+def wrap(
+    module: nn.Module,
+    config: RunnerConfig | None = None,
+    *,
+    pool: Pool | None = None,
+    capture_when: Callable[[], bool] | None = None,
+    barrier: Callable[[], None] | None = None,
+    capture_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    **options: Any,
+) -> BreakableCudaGraphRunner:
+    """Wrap a module so that calls with a known signature replay captured CUDA graphs.
+
+    The runner stands in for the module everywhere: assign it where the module was. Warm up inside `bcg.warmup`; every
+    later call with a captured signature replays, with the same result bit for bit, and every other call runs eagerly.
+
+    Args:
+        module: The module, usually a diffusers transformer. It is not changed. A runner is wrapped anew.
+        config: Options; mutually exclusive with ``options``.
+        pool: Scratch memory of another runner that never runs at the same time.
+        capture_when: Asked at a miss outside a window; captures where it returns True.
+        barrier: Called before every eager step while capturing, where there are several ranks.
+        capture_context: Makes a context manager that is entered around each capture.
+        **options: Fields of `RunnerConfig`.
+
+    Returns:
+        The runner.
+
+    Raises:
+        NotAModuleError: ``module`` is not a callable ``nn.Module``.
+        ConfigError: An option is unknown or has a value that is not accepted.
+        BackendError: ``backend="cuda"`` where torch sees no CUDA device.
+
+    Example:
+        >>> import bcg, torch
+        >>> model = bcg.wrap(torch.nn.Linear(4, 2))
+        >>> with torch.no_grad(), bcg.warmup():
+        ...     _ = model(torch.ones(1, 4))
+        >>> with torch.no_grad():
+        ...     y = model(torch.zeros(1, 4))
+        >>> model.stats.replays
+        1
+    """
+    if config is not None and options:
+        raise ConfigError(f"config and the options {', '.join(options)} were both given: give one of them.")
+    chosen = config if config is not None else RunnerConfig.from_environment(**options)
+    return BreakableCudaGraphRunner(
+        unwrap(module), chosen, pool=pool, capture_when=capture_when, barrier=barrier, capture_context=capture_context
+    )
+
+
+def unwrap(runner: nn.Module) -> nn.Module:
+    """Return the module behind a runner; any other module is returned as it is.
+
+    Args:
+        runner: A runner or a module.
+
+    Returns:
+        The module.
+
+    Example:
+        >>> import bcg
+        >>> linear = torch.nn.Linear(4, 2)
+        >>> bcg.unwrap(bcg.wrap(linear)) is linear
+        True
+    """
+    return runner.transformer if isinstance(runner, ModuleProxy) else runner
+
+
+def _other_guard_values(misses: list[str]) -> str:
+    return "runs eagerly: captured, but with other values in its guards:\n  " + "\n  ".join(misses)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    for tensors in (module.parameters(), module.buffers()):
+        for tensor in tensors:
+            return tensor.device
+    return torch.device("cpu")
+
+
+def _synthetic(value: Any, device: torch.device) -> Any:
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype)):
+        return value
+    shape, dtype = value
+    if dtype.is_floating_point:
+        return torch.randn(shape, device=device).to(dtype)
+    return torch.ones(shape, dtype=dtype, device=device) if dtype == torch.bool else torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _tensor_paths(signature: Signature) -> list[str]:
+    return [
+        path
+        for path, key in zip(signature.structure.paths, signature.leaf_keys, strict=True)
+        if isinstance(key, TensorSpec)
+    ]
+
+
+def _entry_distance(one: EntryKey, other: EntryKey) -> tuple[int, bool]:
+    return distance(one.signature, other.signature), one.state is not other.state
+
+
+__all__ = ["BaseRunner", "BreakableCudaGraphRunner", "EagerRunner", "unwrap", "wrap"]
