@@ -240,7 +240,7 @@ class Walk:
         return ("list", tuple, listed)
 
     def _attribute(self, module: nn.Module, name: str, value: Any, path: str, entries: list[tuple[str, Token]]) -> None:
-        if _is_own_method(module, name, value):
+        if _is_own_method(module, name, value) or _is_default_none(module, name, value):
             return
         token = self.token(value, _join(path, name), 0)
         if not probes.is_inert(value):  # it was walked all the same, so that the fast check sees a hook come
@@ -423,6 +423,11 @@ def _is_own_method(module: nn.Module, name: str, value: Any) -> bool:
         and value.__self__ is module
         and value.__func__ is getattr(type(module), name, None)
     )
+
+
+def _is_default_none(module: nn.Module, name: str, value: Any) -> bool:
+    """Tell whether an instance attribute repeats the class's None, as switched-off features leave it."""
+    return value is None and getattr(type(module), name, module) is None
 
 
 def _plain_text(value: Any) -> Any:

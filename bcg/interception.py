@@ -179,16 +179,16 @@ class Watch:
         """Treat one dispatched operation."""
         inputs = list(_walk((args, kwargs)))
         keys = {_torch.storage_key(tensor) for tensor in inputs}
+        if base_name(operator) == "aten::lift_fresh":  # a tensor that was just made from host data, unseen
+            self._born.update(dict.fromkeys(keys, False))
         depends = any(self._born.get(key, True) for key in keys)
         self._check_writes(operator, args, kwargs)
-        self._note_inputs(operator, inputs)
+        self._note_inputs(inputs)
         self._note_random(operator, args, kwargs)
         result = self._treat(self._kind(operator, args, kwargs, inputs, depends), operator, args, kwargs)
         if depends or draws_random(operator, args, kwargs):
             self._note_written(operator, args, kwargs)
         self.note_born(result, depends or draws_random(operator, args, kwargs), keys)
-        if base_name(operator) == "aten::lift_fresh":
-            self._born[_torch.storage_key(result)] = False
         return result
 
     def _kind(
@@ -302,13 +302,13 @@ class Watch:
                     )
                 )
 
-    def _note_inputs(self, operator: Any, inputs: list[Tensor]) -> None:
+    def _note_inputs(self, inputs: list[Tensor]) -> None:
         for tensor in inputs:
             key = _torch.storage_key(tensor)
             if key in self._born or key in self._protected:
                 continue
             self.externals.setdefault(key, tensor)
-            if tensor.device.type == "cpu" and not self.backend.reads_host_memory and base_name(operator) != "aten::lift_fresh":
+            if tensor.device.type == "cpu" and not self.backend.reads_host_memory:
                 mark = (key, tensor.storage_offset(), tensor.shape)
                 if mark not in self.host_guards:
                     self.host_guards[mark] = HostGuard.of(tensor, where())

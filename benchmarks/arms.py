@@ -358,5 +358,11 @@ class Arms:
 
 def start_compiler(device: torch.device) -> None:
     """Compile a trifle, so that the first arm that compiles does not pay for starting the compiler itself."""
+    from torch._dynamo import config
+
+    # The limit counts the versions of one code object, and all arms share those of the blocks. Beyond it dynamo would
+    # run eagerly without a word, and eager would be timed under the name of a compiled arm.
+    config.recompile_limit = 64
+    config.fail_on_recompile_limit_hit = True
     torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
     torch.compiler.reset()

@@ -32,7 +32,9 @@ SHARES: Final = (4, 2, 1)
 
 
 class Cuts:
-    """Break the graph before chosen attention calls while a capture is made.
+    """Break the graph before chosen attention calls.
+
+    The choice is module state as bcg sees it, so a captured call replays only while its cuts are chosen.
 
     Args:
         module: The transformer; its attention modules are those that have a ``processor``.
@@ -66,13 +68,17 @@ class Cuts:
             handle.remove()
 
 
+Context = Callable[[], contextlib.AbstractContextManager[None]]
+
+
 @dataclass(frozen=True)
 class BreakArm:
-    """Hold one way to run the step: its name, and what is called."""
+    """Hold one way to run the step: its name, what is called, and the context that it is captured and called in."""
 
     name: str
     run: Callable[..., Any]
     runner: Any = None
+    context: Context = contextlib.nullcontext
 
     def facts(self) -> dict[str, int]:
         """Return segments and breaks of the captured entry; of eager there are none."""
@@ -82,19 +88,21 @@ class BreakArm:
         return {"segments": int(entry.segments), "breaks": int(entry.breaks)}
 
 
-def _captured(name: str, built: Built, call: Call, **options: Any) -> BreakArm:
+def _captured(
+    name: str, built: Built, call: Call, context: Context = contextlib.nullcontext, **options: Any
+) -> BreakArm:
     runner = bcg.wrap(built.module, **options)
-    with bcg.warmup():
+    with context(), bcg.warmup():
         call(runner)
-    return BreakArm(name, runner, runner)
+    return BreakArm(name, runner, runner, context)
 
 
 def make_arms(built: Built, call: Call, cuts: Cuts) -> list[BreakArm]:
     """Capture the step without breaks, with cuts and with eager attention."""
     arms = [BreakArm("eager", built.module), _captured("no break", built, call)]
     for share in SHARES:
-        with cuts.every(share):
-            arms.append(_captured(f"cuts, every {share}" if share > 1 else "cuts, every call", built, call))
+        name = f"cuts, every {share}" if share > 1 else "cuts, every call"
+        arms.append(_captured(name, built, call, functools.partial(cuts.every, share)))
     arms.append(_captured("attention", built, call, eager_functions=(ATTENTION,)))
     return arms
 
@@ -107,10 +115,11 @@ def verify(arm: BreakArm, calls: Sequence[Call], wants: Sequence[Any]) -> tuple[
     """
     before = arm.runner.stats.replays if arm.runner is not None else 0
     result = harness.SAME
-    for call, want in zip(calls, wants, strict=True):
-        result = result & harness.compare(call(arm.run), want)
-    if arm.runner is not None and arm.runner.stats.replays - before != len(calls):
-        return result, "not replayed: " + " ".join(arm.runner.explain(*calls[0].args, **calls[0].kwargs).split())
+    with arm.context():
+        for call, want in zip(calls, wants, strict=True):
+            result = result & harness.compare(call(arm.run), want)
+        if arm.runner is not None and arm.runner.stats.replays - before != len(calls):
+            return result, "not replayed: " + " ".join(arm.runner.explain(*calls[0].args, **calls[0].kwargs).split())
     return result, "ok" if result.exact else "differs from eager"
 
 
@@ -123,7 +132,7 @@ def measure(built: Built, budget_s: float) -> list[dict[str, Any]]:
     try:
         wants = [each(built.module) for each in fresh]
         arms = make_arms(built, call, cuts)
-        turns = {arm.name: Turn(functools.partial(call, arm.run)) for arm in arms}
+        turns = {arm.name: Turn(functools.partial(call, arm.run), arm.context) for arm in arms}
         rows: list[dict[str, Any]] = []
         for arm in arms:
             comparison, status = verify(arm, fresh, wants)
@@ -148,14 +157,14 @@ def measure(built: Built, budget_s: float) -> list[dict[str, Any]]:
 
 
 def _add_prices(rows: list[dict[str, Any]]) -> None:
-    """Add each row's ratio to the graph without a break, and what one break costs."""
+    """Add each row's ratio to the graph without a break, and what one boundary between segments costs."""
     whole = next(row for row in rows if row["arm"] == "no break")
     for row in rows:
         difference_ms = row["step_ms"]["median"] - whole["step_ms"]["median"]
         row["over_no_break"] = row["step_ms"]["median"] / whole["step_ms"]["median"]
-        extra = row.get("breaks", 0) - whole.get("breaks", 0)
+        extra = row.get("segments", 0) - whole.get("segments", 0)
         if extra > 0:
-            row["break_us"] = 1e3 * difference_ms / extra
+            row["boundary_us"] = 1e3 * difference_ms / extra
 
 
 COLUMNS: Final = (
@@ -167,7 +176,7 @@ COLUMNS: Final = (
     Column("lone ms", get("lone_ms", "median"), "{:.2f}"),
     Column("host ms", get("host_ms", "median"), "{:.2f}"),
     Column("arm / no break", get("over_no_break"), "{:.3f}"),
-    Column("µs a break", get("break_us"), "{:.1f}"),
+    Column("µs a boundary", get("boundary_us"), "{:.1f}"),
     Column("verified", verified, text=True),
     Column("status", get("status"), text=True),
 )
