@@ -143,7 +143,7 @@ class TensorCheck:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
-        self._same_addresses = _torch.address_check(tensors, list(map(Tensor.data_ptr, tensors)))
+        self._addresses = list(map(Tensor.data_ptr, tensors))
         self._layouts = self._read_layouts()
         self._guards: dict[bool, Callable[..., bool] | None] = {}
 
@@ -155,10 +155,14 @@ class TensorCheck:
         guard = self._guards.get(inference)
         if guard is not None and guard(*self._tensors):
             return self._same_addresses()
+        # No guard for this mode yet, or something differs that is not in the key, such as requires_grad.
         if self._read_layouts() != self._layouts:
             return False
         self._guards[inference] = _torch.tensor_guard(self._tensors)
         return self._same_addresses()
+
+    def _same_addresses(self) -> bool:
+        return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
 
     def _read_layouts(self) -> list[Any]:
         return [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in self._tensors]

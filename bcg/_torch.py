@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ class WrittenArgument(NamedTuple):
     name: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def written_arguments(operator: Any) -> tuple[WrittenArgument, ...]:
     """Return the arguments that an operator writes to, from its schema (no public accessor exists)."""
     arguments = operator._schema.arguments
@@ -34,14 +34,14 @@ def written_arguments(operator: Any) -> tuple[WrittenArgument, ...]:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def argument_position(operator: Any, name: str) -> int | None:
     """Return the position of an operator's argument, or None where it has no such argument."""
     names = [argument.name for argument in operator._schema.arguments]
     return names.index(name) if name in names else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def can_decompose(operator: Any) -> bool:
     """Tell whether an operator is composite; under inference mode such operators reach a dispatch mode whole."""
     return bool(operator._can_decompose())
@@ -218,21 +218,6 @@ def tensor_guard(tensors: list[Any]) -> Callable[..., bool] | None:
         return guard.check if guard.check(*tensors) else None
     except Exception:
         return None
-
-
-def address_check(tensors: list[Any], addresses: list[int]) -> Callable[[], bool]:
-    """Return a function that tells whether every tensor still has its address.
-
-    CUDA builds of torch have it in C++ for their own CUDA graph trees; elsewhere it is a loop in Python.
-    """
-    in_cpp: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    indices = list(range(len(tensors)))
-    try:
-        if in_cpp is not None and in_cpp(tensors, addresses, indices):
-            return lambda: bool(in_cpp(tensors, addresses, indices))
-    except Exception:
-        in_cpp = None
-    return lambda: list(map(Tensor.data_ptr, tensors)) == addresses
 
 
 def global_forward_hooks() -> dict[str, Any]:

@@ -198,7 +198,8 @@ class Watch:
             return Kind.BREAK
         device = self.backend.device_type
         kind = classify(operator, args, kwargs, device)
-        if kind in (Kind.BREAK, Kind.READ) and not any(tensor.device.type == device for tensor in inputs):
+        moves = kind is Kind.HOIST and base_name(operator) == "aten::_to_copy"
+        if not moves and not any(tensor.device.type == device for tensor in inputs):
             return Kind.PLAIN  # host work on host data: not a part of the graph
         if self.backend.reads_host_memory and not depends and kind in (Kind.BREAK, Kind.READ):
             return Kind.PLAIN  # on a GPU this would be host data, made from constants

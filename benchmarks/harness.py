@@ -174,8 +174,13 @@ class Turn:
     context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def take(self, clock: Clock, calls: int) -> Sample:
-        """Time one burst."""
+        """Time one burst, after a call that is not timed.
+
+        That call takes what the change of arms costs: entering the context can change module state, which bcg then
+        looks through again once.
+        """
         with self.context():
+            self.call()
             return clock.burst(self.call, calls)
 
 

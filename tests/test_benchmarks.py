@@ -76,7 +76,7 @@ class TestHarness:
         turns = {"a": harness.Turn(lambda: seen.append("a"), context), "b": harness.Turn(lambda: seen.append("b"))}
         timings = harness.interleave(turns, harness.HostClock(), budget_s=0, calls=2)
         assert {name: len(timing.samples) for name, timing in timings.items()} == {"a": 5, "b": 5}
-        turns_of = {"a": ["enter", "a", "a", "leave"], "b": ["b", "b"]}
+        turns_of = {"a": ["enter", "a", "a", "a", "leave"], "b": ["b", "b", "b"]}
         order = "ab" + "abbaabbaab"  # one turn that does not count, then five whose order rotates
         assert seen == [event for name in order for event in turns_of[name]]
 

@@ -49,6 +49,7 @@ def test_segments_and_breaks_replay_with_fresh_inputs():
         return tensor + tensor.max().item()
 
     x = torch.randn(64, 64, device=DEVICE)
+    _ = x @ x  # cuBLAS makes its handle at first use, which a capture forbids
     with bcg.BreakableCUDAGraphCapture(device=DEVICE) as graph:
         y = shift(x * 2) @ x
     assert (graph.segments, graph.breaks) == (2, 1)
