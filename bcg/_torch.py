@@ -205,9 +205,10 @@ def dict_version_function() -> Callable[[Any], int] | None:
 
 
 def tensor_guard(tensors: list[Any]) -> Callable[..., bool] | None:
-    """Return a function of the same tensors that tells whether their types, dtypes, devices, shapes and strides are kept.
+    """Return a function of the same tensors that tells whether types, dtypes, devices, shapes and strides are kept.
 
-    None where this torch has none. Five times as fast as the public getters. It is also False where only autograd or a thread-local mode differs.
+    None where this torch has none. Five times as fast as the public getters. It is also False where only autograd or a
+    thread-local mode differs.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards

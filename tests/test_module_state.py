@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from bcg import _dict_epoch, _state_watch, _torch, module_state
+from bcg import _dict_epoch, _state_walk, _state_watch, _torch, module_state, probes
 from bcg.module_state import ModuleState, StateKey, describe_difference
 
 
@@ -95,10 +95,10 @@ def rescale(module: Any, args: Any, output: Any) -> Any:
     return output * 2
 
 
-def set_attribute(owner: Callable[[Model], Any], name: str, value: Any) -> Callable[[Model], Callable[[], Any]]:
+def set_attribute(owner: Callable[[Any], Any], name: str, value: Any) -> Callable[[Any], Callable[[], Any]]:
     """Make a change that sets an attribute and gives back what undoes it."""
 
-    def change(model: Model) -> Callable[[], Any]:
+    def change(model: Any) -> Callable[[], Any]:
         target = owner(model)
         old = getattr(target, name)
         setattr(target, name, value(model) if isinstance(value, types.LambdaType) else value)
@@ -107,40 +107,40 @@ def set_attribute(owner: Callable[[Model], Any], name: str, value: Any) -> Calla
     return change
 
 
-def edit(apply: Callable[[Any], Any], undo: Callable[[Any], Any]) -> Callable[[Model], Callable[[], Any]]:
+def edit(apply: Callable[[Any], Any], undo: Callable[[Any], Any]) -> Callable[[Any], Callable[[], Any]]:
     """Make a change from two functions of the first block."""
 
-    def change(model: Model) -> Callable[[], Any]:
+    def change(model: Any) -> Callable[[], Any]:
         apply(model.blocks[0])
         return lambda: undo(model.blocks[0])
 
     return change
 
 
-def set_data(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Model], Callable[[], Any]]:
-    def change(model: Model) -> Callable[[], Any]:
-        weight = model.blocks[0].linear.weight  # type: ignore[union-attr]
-        old = weight.data  # type: ignore[union-attr]
-        weight.data = make(old)  # type: ignore[union-attr, arg-type]
+def set_data(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Callable[[], Any]]:
+    def change(model: Any) -> Callable[[], Any]:
+        weight = model.blocks[0].linear.weight
+        old = weight.data
+        weight.data = make(old)
         return lambda: setattr(weight, "data", old)
 
     return change
 
 
-def register(method: str, hook: Any = rescale, **options: Any) -> Callable[[Model], Callable[[], Any]]:
-    def change(model: Model) -> Callable[[], Any]:
-        handle = getattr(model.blocks[1].linear, method)(hook, **options)  # type: ignore[union-attr]
-        return handle.remove
+def register(method: str, hook: Any = rescale, **options: Any) -> Callable[[Any], Callable[[], Any]]:
+    def change(model: Any) -> Callable[[], Any]:
+        handle = getattr(model.blocks[1].linear, method)(hook, **options)
+        return lambda: handle.remove()
 
     return change
 
 
-def global_hook(model: Model) -> Callable[[], Any]:
+def global_hook(model: Any) -> Callable[[], Any]:
     handle = nn.modules.module.register_module_forward_hook(rescale)
     return lambda: handle.remove()
 
 
-def swap_class(model: Model) -> Callable[[], Any]:
+def swap_class(model: Any) -> Callable[[], Any]:
     class OtherSiLU(nn.SiLU):
         pass
 
@@ -148,25 +148,25 @@ def swap_class(model: Model) -> Callable[[], Any]:
     return lambda: setattr(model.act_module, "__class__", nn.SiLU)
 
 
-def patch_class_forward(model: Model) -> Callable[[], Any]:
+def patch_class_forward(model: Any) -> Callable[[], Any]:
     old = Block.forward
     Block.forward = lambda self, value: value  # type: ignore[method-assign]
     return lambda: setattr(Block, "forward", old)
 
 
-def patch_class_call(model: Model) -> Callable[[], Any]:
+def patch_class_call(model: Any) -> Callable[[], Any]:
     old = Processor.__call__
     Processor.__call__ = lambda self, value: value  # type: ignore[method-assign]
     return lambda: setattr(Processor, "__call__", old)
 
 
-def override_forward(model: Model) -> Callable[[], Any]:
+def override_forward(model: Any) -> Callable[[], Any]:
     block: Any = model.blocks[0]
     block.forward = functools.partial(Block.forward, block)
     return lambda: delattr(block, "forward")
 
 
-def leave_own_forward_behind(model: Model) -> Callable[[], Any]:
+def leave_own_forward_behind(model: Any) -> Callable[[], Any]:
     """Undo an override as hook libraries do: the class's own method stays as an instance attribute."""
     block: Any = model.blocks[0]
     old = block.forward
@@ -174,36 +174,36 @@ def leave_own_forward_behind(model: Model) -> Callable[[], Any]:
     return lambda: setattr(block, "forward", old)
 
 
-def swap_submodule(model: Model) -> Callable[[], Any]:
+def swap_submodule(model: Any) -> Callable[[], Any]:
     old = model.blocks[0]
     model.blocks[0] = Block()
     return lambda: model.blocks.__setitem__(0, old)
 
 
-def swap_parameter(model: Model) -> Callable[[], Any]:
+def swap_parameter(model: Any) -> Callable[[], Any]:
     linear: Any = model.blocks[0].linear
     old = linear.weight
     linear.weight = nn.Parameter(old.detach().clone())
     return lambda: setattr(linear, "weight", old)
 
 
-def parametrize(model: Model) -> Callable[[], Any]:
+def parametrize(model: Any) -> Callable[[], Any]:
     linear: Any = model.blocks[0].linear
     nn.utils.parametrize.register_parametrization(linear, "weight", nn.Identity())
     return lambda: nn.utils.parametrize.remove_parametrizations(linear, "weight")
 
 
-def add_to(name: str, key: Any, value: Any) -> Callable[[Model], Callable[[], Any]]:
+def add_to(name: str, key: Any, value: Any) -> Callable[[Any], Callable[[], Any]]:
     return edit(
         lambda block: getattr(block, name).__setitem__(key, value), lambda block: getattr(block, name).__delitem__(key)
     )
 
 
-def first(model: Model) -> Any:
+def first(model: Any) -> Any:
     return model.blocks[0]
 
 
-CHANGES: dict[str, Callable[[Model], Callable[[], Any]]] = {
+CHANGES: dict[str, Callable[[Any], Callable[[], Any]]] = {
     "training": edit(lambda block: block.eval(), lambda block: block.train()),
     "bool": set_attribute(first, "flag", False),
     "bool to int": set_attribute(first, "flag", 1),
@@ -309,7 +309,7 @@ def stable_key(state: ModuleState) -> StateKey:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_change_is_seen_and_the_way_back_finds_the_same_key(name: str, proof: str) -> None:
-    model = Model()
+    model: Any = Model()
     state = ModuleState(model)
     before = stable_key(state)
     undo = CHANGES[name](model)
@@ -326,7 +326,7 @@ def test_every_change_is_seen_and_the_way_back_finds_the_same_key(name: str, pro
 
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counted: list[int] = []
-    walk = module_state.Walk
+    walk = _state_walk.Walk
 
     def counting(root: nn.Module) -> Any:
         counted.append(1)
@@ -337,7 +337,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_forwards_and_modes_change_nothing_and_cost_no_walk(monkeypatch: pytest.MonkeyPatch, proof: str) -> None:
-    model = Model().eval()
+    model: Any = Model().eval()
     state = ModuleState(model)
     counted = walks(monkeypatch)
     before = state.key()
@@ -351,7 +351,7 @@ def test_forwards_and_modes_change_nothing_and_cost_no_walk(monkeypatch: pytest.
 
 
 def test_content_and_load_state_dict_are_not_in_the_key(proof: str) -> None:
-    model = Model()
+    model: Any = Model()
     state = ModuleState(model)
     before = state.key()
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
@@ -359,7 +359,7 @@ def test_content_and_load_state_dict_are_not_in_the_key(proof: str) -> None:
 
 
 def test_a_hook_registered_anew_gives_the_same_key() -> None:
-    model = Model()
+    model: Any = Model()
     state = ModuleState(model)
     with_hook = []
     for _ in range(2):
@@ -370,7 +370,7 @@ def test_a_hook_registered_anew_gives_the_same_key() -> None:
 
 
 def test_a_closure_made_anew_around_the_same_is_the_same() -> None:
-    model = Model()
+    model: Any = Model()
     model.picked = make_closure(5)
     state = ModuleState(model)
     before = state.key()
@@ -385,7 +385,7 @@ def test_a_written_closure_variable_is_seen() -> None:
         nonlocal count
         count += 1
 
-    model = Model()
+    model: Any = Model()
     model.act_module.register_forward_pre_hook(counting)
     state = ModuleState(model)
     before = state.key()
@@ -394,7 +394,7 @@ def test_a_written_closure_variable_is_seen() -> None:
 
 
 def test_nan_and_signed_zero() -> None:
-    model = Model()
+    model: Any = Model()
     state = ModuleState(model)
     before = state.key()
     model.blocks[0].threshold = float("nan")
@@ -406,7 +406,7 @@ def test_nan_and_signed_zero() -> None:
 
 
 def test_cycles_and_shared_objects_end() -> None:
-    model = Model()
+    model: Any = Model()
     loop: dict[str, Any] = {}
     loop["self"] = [loop, model]
     model.loop = loop
@@ -441,21 +441,21 @@ class RaisingEquality:
     __hash__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(
-    "make",
-    {
-        "every question fails": Raising,
-        "equality fails": RaisingEquality,
-        "meta tensor": lambda: torch.empty(2, device="meta"),
-        "sparse tensor": lambda: torch.zeros(2).to_sparse(),
-        "generator": lambda: iter("ab"),
-        "object": object,
-        "uninitialized": nn.UninitializedParameter,
-        "odd keys": lambda: {Raising: 1, (1, 2): 2, None: [3]},
-    }.values(),
-)
+ODD_VALUES: dict[str, Callable[[], Any]] = {
+    "every question fails": Raising,
+    "equality fails": RaisingEquality,
+    "meta tensor": lambda: torch.empty(2, device="meta"),
+    "sparse tensor": lambda: torch.zeros(2).to_sparse(),
+    "generator": lambda: iter("ab"),
+    "object": object,
+    "uninitialized": nn.UninitializedParameter,
+    "odd keys": lambda: {Raising: 1, (1, 2): 2, None: [3]},
+}
+
+
+@pytest.mark.parametrize("make", ODD_VALUES.values(), ids=ODD_VALUES)
 def test_key_never_raises(make: Callable[[], Any]) -> None:
-    model = Model()
+    model: Any = Model()
     state = ModuleState(model)
     before = state.key()
     model.__dict__["odd"] = make()
@@ -466,7 +466,7 @@ def test_key_never_raises(make: Callable[[], Any]) -> None:
 
 
 def test_values_are_compared_without_running_tensor_operations() -> None:
-    model = Model()
+    model: Any = Model()
     model.maybe = 1.0
     state = ModuleState(model)
     before = stable_key(state)
@@ -476,14 +476,14 @@ def test_values_are_compared_without_running_tensor_operations() -> None:
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if getattr(func, "__name__", "") in ("eq", "__eq__", "__bool__", "ne"):
                 raise AssertionError("compared")
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     model.maybe = torch.tensor(1.0).as_subclass(Untouchable)
     assert state.key() != before
 
 
 def test_keys_keep_no_tensor_and_no_module_alive(proof: str) -> None:
-    model = Model()
+    model: Any = Model()
     state = ModuleState(model)
     added = Block()
     model.blocks.append(added)
@@ -501,7 +501,7 @@ def test_keys_keep_no_tensor_and_no_module_alive(proof: str) -> None:
 
 
 def test_a_removed_module_is_freed_before_the_next_key() -> None:
-    model = Model()
+    model: Any = Model()
     state = ModuleState(model)
     model.extra = nn.Linear(2, 2)
     stable_key(state)
@@ -512,7 +512,7 @@ def test_a_removed_module_is_freed_before_the_next_key() -> None:
 
 
 def test_the_state_is_collected_with_its_module() -> None:
-    model = Model()
+    model: Any = Model()
     state = ModuleState(model)
     state.key()
     dead = weakref.ref(model)
@@ -523,7 +523,7 @@ def test_the_state_is_collected_with_its_module() -> None:
 
 def test_the_table_of_states_is_bounded_and_keeps_the_recent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_state, "MAX_STATES", 3)
-    model = Model()
+    model: Any = Model()
     state = ModuleState(model)
     keys = []
     for number in (0, 1, 2, 0, 3):
@@ -539,7 +539,7 @@ def test_the_table_of_states_is_bounded_and_keeps_the_recent(monkeypatch: pytest
 
 
 def test_keys_of_two_states_share_what_is_the_same() -> None:
-    model = Model()
+    model: Any = Model()
     state = ModuleState(model)
     before = state.key()
     model.number = 1
@@ -549,7 +549,7 @@ def test_keys_of_two_states_share_what_is_the_same() -> None:
 
 
 def test_modules_in_plain_attributes_are_walked() -> None:
-    model = Model()
+    model: Any = Model()
     hidden: Any = nn.Linear(2, 2)
     model.hidden = [hidden]
     state = ModuleState(model)
@@ -560,8 +560,13 @@ def test_modules_in_plain_attributes_are_walked() -> None:
 
 def test_refusal_is_found_once_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(module_state.probes, "refusal", lambda module: asked.append(1) or "no")
-    model = Model()
+
+    def refuse(module: nn.Module) -> str:
+        asked.append(1)
+        return "no"
+
+    monkeypatch.setattr(probes, "refusal", refuse)
+    model: Any = Model()
     state = ModuleState(model)
     assert [state.refusal(), state.refusal()] == ["no", "no"]
     model.number = 1
@@ -572,7 +577,7 @@ def test_refusal_is_found_once_for_a_state(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_differences_name_path_and_values() -> None:
-    model = Model()
+    model: Any = Model()
     state = ModuleState(model)
     before = state.key()
     model.blocks[0].scaling["default"] = 0.5
@@ -587,7 +592,7 @@ def test_differences_name_path_and_values() -> None:
 
 
 def test_many_differences_are_counted() -> None:
-    model = Model()
+    model: Any = Model()
     state = ModuleState(model)
     before = state.key()
     for number in range(80):
