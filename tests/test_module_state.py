@@ -485,10 +485,8 @@ def test_values_are_compared_without_running_tensor_operations() -> None:
 def test_keys_keep_no_tensor_and_no_module_alive(proof: str) -> None:
     model: Any = Model()
     state = ModuleState(model)
-    added = Block()
+    added: Any = Block()
     model.blocks.append(added)
-    added.processor.owner = added  # type: ignore[attr-defined]
-    del added.processor.owner  # type: ignore[attr-defined]
     with_block = state.key()
     dead = [weakref.ref(added), weakref.ref(added.linear.weight), weakref.ref(added.freqs[0])]
     del added
