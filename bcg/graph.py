@@ -137,10 +137,13 @@ class EagerStep:
             if not same_value(expected, got):
                 raise self._miss("result", "another value", repr(got), repr(expected))
             return
-        if got.shape != expected.shape or got.dtype != expected.dtype:
+        if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
             raise self._miss("result", "another shape", _form(got), _form(expected))
         if copied:
             expected.copy_(got)
+        elif got.data_ptr() != expected.data_ptr() or got.stride() != expected.stride():
+            # The next segment reads the argument's memory, where this result is not.
+            raise self._miss("result", "another place", "other memory", "memory of an argument")
 
     def _miss(self, what: str, how: str, got: str, expected: str) -> GuardMiss:
         return GuardMiss(
@@ -224,12 +227,14 @@ def _same_tensor(expected: Tensor, got: Tensor) -> bool:
         return True
     return (
         expected.is_floating_point()
-        and torch.equal(expected.nan_to_num(), got.nan_to_num())
+        and torch.equal(expected.nan_to_num(0.0, torch.inf, -torch.inf), got.nan_to_num(0.0, torch.inf, -torch.inf))
         and torch.equal(expected.isnan(), got.isnan())
     )
 
 
 def _form(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return _short(value)
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 

@@ -79,8 +79,10 @@ def where() -> Where:
 
 
 def _note_module(frame: FrameType, modules: list[str]) -> None:
+    if _names.by_id is None:
+        return  # reading `f_locals` makes a copy that lives as long as the frame, with every tensor in it
     owner = frame.f_locals.get("self")
-    if _names.by_id is None or not isinstance(owner, nn.Module):
+    if not isinstance(owner, nn.Module):
         return
     name = _names.by_id.get(id(owner))
     if name is not None and name not in modules:
