@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ def inspect(module: nn.Module, *args: Any, **kwargs: Any) -> CaptureReport:
         (1, ())
     """
     inner = unwrap(module)
-    with torch.no_grad() if torch.is_grad_enabled() else _as_it_is():
+    with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         runner = wrap(inner)
         captured = runner.capture(*args, **kwargs)
         entries = list(runner.entries.values())
@@ -81,7 +82,3 @@ def _findings(runner: BreakableCudaGraphRunner, args: tuple[Any, ...], kwargs: d
         return tuple(runner.observe(*args, **kwargs))
     except CaptureError:
         return ()
-
-
-def _as_it_is() -> torch.inference_mode:
-    return torch.inference_mode(torch.is_inference_mode_enabled())
