@@ -19,6 +19,9 @@ GPU_FOLDER = Path(__file__).parent / "gpu"
 hypothesis.settings.register_profile("bcg", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("bcg")
 
+# Tiny tensors gain nothing from a second thread, and on a busy machine the threads mostly wait for each other.
+torch.set_num_threads(1)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="also run the soak tests, which take minutes each")

@@ -59,7 +59,9 @@ def packages_on_disk() -> set[str]:
 
 def test_every_package_folder_is_in_the_wheel() -> None:
     """A folder that is missing from pyproject.toml works from the source tree and is gone from the wheel."""
-    assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(packages_on_disk())
+    listed = set(PYPROJECT["tool"]["setuptools"]["packages"])
+    assert packages_on_disk() - listed == set(), "add these to pyproject.toml"
+    assert listed - packages_on_disk() == set(), "take these out of pyproject.toml"
 
 
 def test_every_folder_with_code_is_a_package() -> None:
@@ -110,7 +112,7 @@ def test_extras_are_what_users_are_told() -> None:
 
 
 def test_installed_metadata_is_that_of_this_tree() -> None:
-    assert version("bcg") == PROJECT["version"]
+    assert version("bcg") == PROJECT["version"] == bcg.__version__
     installed = {Requirement(text).name for text in requires("bcg") or [] if "extra ==" not in text}
     assert installed == {Requirement(text).name for text in PROJECT["dependencies"]}
 
@@ -141,7 +143,7 @@ def test_every_public_module_says_what_it_is(name: str) -> None:
 
 def test_all_is_what_is_public() -> None:
     named = {name for name, value in vars(bcg).items() if is_public(name) and not isinstance(value, ModuleType)}
-    assert sorted(bcg.__all__) == sorted(named - {"annotations"})
+    assert set(bcg.__all__) == named - {"annotations"}
 
 
 def test_public_names_are_documented_and_say_where_they_are_imported_from() -> None:
