@@ -28,7 +28,11 @@ from bcg.source import Where, where
 # Functions that make a device tensor from host data without the dispatcher seeing the copy.
 _HOST_MAKERS: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
 # Functions that read host memory without the dispatcher seeing it.
-_HOST_READERS: Final = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+_HOST_READERS: Final = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+# Functions that read the memory of their second argument, where it is a host tensor, without the dispatcher seeing it.
+_HOST_ARGUMENT_READERS: Final = frozenset({torch.tensor_split, Tensor.tensor_split})
+# Functions that switch all modes off to read a tensor: what they return is guarded.
+_TEXT_READERS: Final = frozenset({Tensor.__repr__, Tensor.__format__})
 _HOST_GUARD_MAX_BYTES: Final = 1 << 20  # larger host tensors are guarded by address and version, not by content
 
 
@@ -252,23 +256,54 @@ class Watch:
         """Treat one call of a torch function."""
         if function in self.policy.functions:
             return self.opaque(function, args, kwargs, name=_name(function), place=where(), kind="break")
-        if function in _HOST_READERS and self.backend.reads_host_memory and self._born.get(_key(args[0]), True):
-            return self._read_memory(function, args, kwargs)
+        if function in _TEXT_READERS and self._is_content(args[0]):
+            return self._read_text(function, args, kwargs)
+        if function in _HOST_READERS and self.backend.reads_host_memory and self._is_content(args[0]):
+            return function(self._read_memory(args[0], _name(function)), *args[1:], **kwargs)
+        if function in _HOST_ARGUMENT_READERS and self.backend.reads_host_memory:
+            args, kwargs = args[:1] + self._read_all(args[1:], function), self._read_all(kwargs, function)
+        if function in _HOST_MAKERS or function is Tensor.new:
+            # The tensors inside of a list are read without the dispatcher seeing it.
+            args, kwargs = self._read_listed(args, function), self._read_listed(kwargs, function)
         if function in _HOST_MAKERS and not self.backend.reads_host_memory:
             return self._make(function, args, kwargs)
         return function(*args, **kwargs)
 
+    def _is_content(self, value: Any) -> bool:
+        """Tell whether a value is a tensor whose content a replay may find changed."""
+        if not isinstance(value, Tensor) or value.device.type != self.backend.device_type:
+            return False
+        return not self.backend.reads_host_memory or self._born.get(_torch.storage_key(value), True)
+
+    def _read_all(self, value: Any, function: Any) -> Any:
+        """Replace the tensors of a nested argument by their content on the host, guarded."""
+        if self._is_content(value):
+            return self._read_memory(value, _name(function))
+        if isinstance(value, dict):
+            return {key: self._read_all(item, function) for key, item in value.items()}
+        return type(value)(self._read_all(item, function) for item in value) if type(value) in (list, tuple) else value
+
+    def _read_listed(self, arguments: Any, function: Any) -> Any:
+        """Do so for the lists and tuples among arguments, and leave arguments that are tensors."""
+        if isinstance(arguments, dict):
+            return {key: self._read_listed((item,), function)[0] for key, item in arguments.items()}
+        return tuple(item if isinstance(item, Tensor) else self._read_all(item, function) for item in arguments)
+
     def _make(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor from host data; where it is to be on the device, make it on the host and hoist the copy."""
         device = _target_device(function, args, kwargs)
-        if device.type != self.backend.device_type or any(tensor.device.type == device.type for tensor in _walk(args[-1:])):
+        if device.type != self.backend.device_type or isinstance(_data(function, args, kwargs), Tensor):
             return function(*args, **kwargs)
         requires_grad = kwargs.pop("requires_grad", False)
         source = function(*args, **{**kwargs, "device": "cpu"})
         value = self._hoist(source, lambda: source.to(device), _name(function))
         return value.requires_grad_() if requires_grad else value
 
-    def _read_memory(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _read_memory(self, tensor: Tensor, name: str) -> Tensor:
+        """Return a tensor's content on the host."""
+        raise NotImplementedError
+
+    def _read_text(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def opaque(
@@ -369,7 +404,12 @@ class DryRun(Watch):
         self.find("guard", base_name(operator))
         return operator(*args, **kwargs)
 
-    def _read_memory(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _read_memory(self, tensor: Tensor, name: str) -> Tensor:
+        self.find("guard", name)
+        with self.unwatched():
+            return _content(tensor)
+
+    def _read_text(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.find("guard", _name(function))
         return function(*args, **kwargs)
 
@@ -444,9 +484,12 @@ class CaptureRun(Watch):
             return target.copy_(self._capture.guard(_to_host, (source,), {}, name=name, place=place))
         return self._capture.guard(operator, args, kwargs, name=name, place=place)
 
-    def _read_memory(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        value = self._capture.guard(_content, args[:1], {}, name=_name(function), place=where())
-        return function(value, *args[1:], **kwargs)
+    def _read_memory(self, tensor: Tensor, name: str) -> Tensor:
+        value: Tensor = self._capture.guard(_content, (tensor,), {}, name=name, place=where())
+        return value
+
+    def _read_text(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._capture.guard(function, args, kwargs, name=_name(function), place=where())
 
     def _break(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._capture.run_eagerly(operator, args, kwargs, name=base_name(operator))
@@ -528,12 +571,8 @@ def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
         yield from _walk(args[position] if position < len(args) else kwargs.get(name))
 
 
-def _key(tensor: Tensor) -> int:
-    return _torch.storage_key(tensor)
-
-
 def _content(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -547,6 +586,11 @@ def _name(function: Any) -> str:
 def _target_device(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
-    if function is Tensor.new_tensor or isinstance(args[0], Tensor):
-        return torch.device(args[0].device)
-    return torch.get_default_device()
+    owner = args[0] if function is Tensor.new_tensor else _data(function, args, kwargs)
+    return torch.device(owner.device) if isinstance(owner, Tensor) else torch.get_default_device()
+
+
+def _data(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a function makes a tensor from."""
+    position = 1 if function is Tensor.new_tensor else 0
+    return args[position] if position < len(args) else kwargs.get("data", kwargs.get("obj"))
