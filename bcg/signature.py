@@ -41,6 +41,7 @@ __all__ = [
 
 VARIABLE_POSITIONALS: Final = "*args"
 _MAX_VALUE_TEXT: Final = 80
+_CHANNELS_LAST_ORDERS: Final = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}  # dimensions, the innermost first
 _DISABLED_TORCH_DISPATCH: Final = torch.Tensor.__torch_dispatch__
 
 
@@ -326,7 +327,8 @@ def _tensor_key(tensor: torch.Tensor, gradients: bool) -> TensorSpec:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         raise UnkeyableError(f"is a {_uncommon_kind(tensor)} tensor, for which bcg has no static input")
     shape = tensor.shape
-    stride = _contiguous_stride(shape) if tensor.is_contiguous() else _static_stride(shape, tensor.stride())
+    plain = len(shape) not in _CHANNELS_LAST_ORDERS and tensor.is_contiguous()
+    stride = _contiguous_stride(shape) if plain else _static_stride(shape, tensor.stride())
     return TensorSpec(shape, tensor.dtype, _device_text(tensor.device), stride, _traits(tensor, kind, gradients))
 
 
@@ -363,18 +365,46 @@ def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=4096)
 def _static_stride(shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, ...]:
     """Return the stride of a static input: the same order of dimensions where they are dense, else contiguous."""
-    # Dimensions of one element have arbitrary strides that no kernel follows; they must not make signatures.
+    # Dimensions of one element have arbitrary strides; only whether torch takes the whole for channels last counts.
+    if 0 in shape:
+        return _contiguous_stride(shape)
     order = sorted((index for index, extent in enumerate(shape) if extent != 1), key=lambda index: stride[index])
     size = 1
     for index in order:
         if stride[index] != size:
             return _contiguous_stride(shape)
         size *= shape[index]
+    if _is_channels_last(shape, stride):
+        return _channels_last_stride(shape)
     dense = list(stride)
     for index in reversed(range(len(shape))):
         if shape[index] == 1:
             dense[index] = dense[index + 1] * shape[index + 1] if index + 1 < len(shape) else 1
     return tuple(dense)
+
+
+def _is_channels_last(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Tell whether kernels take a tensor for channels last, dimensions of one element included.
+
+    As c10's ``is_channels_last_strides_2d`` and ``_3d``: convolutions, norms and resampling choose algorithms by it.
+    """
+    if stride[1:2] == (0,):
+        return False
+    least = 0
+    for index in _CHANNELS_LAST_ORDERS.get(len(shape), ()):
+        if stride[index] < least or (index == 0 and least == stride[1]):
+            return False
+        least = stride[index] * shape[index]
+    return len(shape) in _CHANNELS_LAST_ORDERS
+
+
+def _channels_last_stride(shape: torch.Size) -> tuple[int, ...]:
+    stride = [1] * len(shape)
+    size = 1
+    for index in _CHANNELS_LAST_ORDERS[len(shape)]:
+        stride[index] = size
+        size *= shape[index]
+    return tuple(stride)
 
 
 def _value_key(value: object) -> tuple[Any, ...]:
