@@ -27,7 +27,7 @@ from bcg.graph import BreakableCUDAGraphCapture, EagerStep, GuardStep
 from bcg.interception import CaptureRun, DryRun, Finding, OperationFailedError, Policy
 from bcg.module_state import ModuleState, describe_difference
 from bcg.patching import broken_modules, compiled_submodules, is_torch_function, patched, resolve_function
-from bcg.python_state import PythonState
+from bcg.python_state import PythonState, host_random_state_kept
 from bcg.signature import Call
 from bcg.source import naming
 from bcg.static_inputs import StaticArena, StaticInputs
@@ -117,7 +117,7 @@ class Capturer:
         before = PythonState(self._module)
         generators = self._backend.generator_states(self._pool.device)
         try:
-            with _without_autocast_cache(), naming(self._module):
+            with _without_autocast_cache(), host_random_state_kept(), naming(self._module):
                 entry = self._try_until_verified(call, generators)
         except BaseException:
             before.restore()
@@ -142,7 +142,7 @@ class Capturer:
         before = PythonState(self._module)
         generators = self._backend.generator_states(self._pool.device)
         try:
-            with _without_autocast_cache(), naming(self._module):
+            with _without_autocast_cache(), host_random_state_kept(), naming(self._module):
                 plan = self._plan(self._learned().classes)
                 return self._warm_up(call, self._inputs(call), plan, generators).findings
         finally:
@@ -299,7 +299,7 @@ class Capturer:
             hoists=dry.hoists,
             host_guards=tuple(dry.host_guards.values()),
             externals=tuple(dry.externals.values()),
-            random=dry.random,
+            random=dry.random or dry.runs_unseen,
             pool_bytes=self._pool.bytes() - held_before,
         )
 

@@ -6,8 +6,12 @@ find a state that eager alone would not have led to.
 
 from __future__ import annotations
 
+import contextlib
+import random
+import sys
 from collections import OrderedDict, deque
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +29,7 @@ class PythonState:
 
     def __init__(self, module: nn.Module) -> None:
         self._saved: list[tuple[Any, Any]] = []
+        self._slots: list[tuple[Any, list[tuple[Any, Any]]]] = []
         self._seen: set[int] = set()
         for child in module.modules():
             self._save(child.__dict__)
@@ -44,8 +49,16 @@ class PythonState:
                 pending.extend(value)
             elif isinstance(value, tuple):
                 pending.extend(value)
-            elif isinstance(getattr(value, "__dict__", None), dict):
-                pending.append(value.__dict__)
+            pending.extend(self._save_object(value))
+
+    def _save_object(self, value: Any) -> Iterator[Any]:
+        """Remember an object's slots; yield what they and its ``__dict__`` hold."""
+        slots = [(slot, slot.__get__(value)) for slot in _slots_of(type(value)) if _is_set(slot, value)]
+        if slots:
+            self._slots.append((value, slots))
+            yield from (content for _, content in slots)
+        if isinstance(getattr(value, "__dict__", None), dict):
+            yield value.__dict__
 
     def restore(self) -> None:
         """Put back every attribute and container that is not as it was."""
@@ -56,6 +69,44 @@ class PythonState:
             elif not _same_elements(list(target), content):
                 target.clear()
                 (target.update if isinstance(target, set) else target.extend)(content)
+        for owner, slots in self._slots:
+            _restore_slots(owner, slots)
+
+
+@contextlib.contextmanager
+def host_random_state_kept() -> Iterator[None]:
+    """Let Python's and numpy's global generators stand, after a block, where they stood before it."""
+    state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def _slots_of(kind: type) -> list[Any]:
+    return [entry for base in kind.__mro__ for entry in vars(base).values() if isinstance(entry, MemberDescriptorType)]
+
+
+def _is_set(slot: Any, owner: Any) -> bool:
+    try:
+        slot.__get__(owner)
+    except AttributeError:
+        return False
+    return True
+
+
+def _restore_slots(owner: Any, slots: list[tuple[Any, Any]]) -> None:
+    before = dict(slots)
+    for slot in _slots_of(type(owner)):
+        with contextlib.suppress(AttributeError, TypeError):  # read-only members of types written in C
+            if slot not in before and _is_set(slot, owner):
+                slot.__delete__(owner)
+            elif slot in before and not (_is_set(slot, owner) and slot.__get__(owner) is before[slot]):
+                slot.__set__(owner, before[slot])
 
 
 def _refill(target: dict[Any, Any], content: dict[Any, Any]) -> None:
