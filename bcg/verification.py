@@ -108,4 +108,8 @@ def _leaf_difference(expected: Any, got: Any, close: bool) -> str | None:
 
 def _relative_distance(expected: Tensor, got: Tensor) -> float:
     wide_expected, wide_got = expected.double(), got.double()
-    return float((wide_got - wide_expected).norm() / wide_expected.norm().clamp_min(1e-30))
+    # Equal infinities and NaN in both are no distance; a NaN or an infinity in one of them is one without end.
+    agree = (wide_expected == wide_got) | (wide_expected.isnan() & wide_got.isnan())
+    error = (wide_got - wide_expected).masked_fill(agree, 0.0).norm()
+    scale = wide_expected.nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-30)
+    return float((error / scale).nan_to_num(torch.inf, torch.inf))
