@@ -203,6 +203,9 @@ class BreakableCudaGraphRunner(BaseRunner):
         if reason is None:
             return True
         self._self_counters.add("refusals")
+        window = window_of(self._self_identity)
+        if window is not None:
+            window.calls += 1
         self._tell_once(reason, "calls run eagerly: %s", reason)
         return False
 
