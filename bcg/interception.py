@@ -146,6 +146,7 @@ class Watch:
         self.policy = policy
         self.error: Exception | None = None
         self.random = False
+        self.runs_unseen = False  # eager steps whose operations are not looked at may draw random numbers
         self.externals: dict[int, Tensor] = {}
         self.host_guards: dict[tuple[int, int, torch.Size], HostGuard] = {}
         self._protected = protected
@@ -322,6 +323,13 @@ class Watch:
             if key not in inputs:
                 self._born[key] = depends
 
+    def _note_unseen(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Note what a call that is not looked at brought into being; it may have written to any argument, too."""
+        self.runs_unseen = True
+        inputs = {_torch.storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        self._born.update(dict.fromkeys(inputs & self._born.keys(), True))
+        self.note_born(tensors_in(result), True, inputs)
+
     def _note_written(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in _written(operator, args, kwargs):
             self._born[_torch.storage_key(tensor)] = True
@@ -442,7 +450,7 @@ class DryRun(Watch):
         self.find(kind, name, place)
         with self.unwatched():
             result = function(*args, **kwargs)
-        self.note_born(tensors_in(result), True, {_torch.storage_key(tensor) for tensor in tensors_in((args, kwargs))})
+        self._note_unseen(args, kwargs, result)
         return result
 
 
@@ -519,7 +527,7 @@ class CaptureRun(Watch):
                 result = function(*args, **kwargs)
         else:
             result = self._capture.run_eagerly(function, args, kwargs, name=name, place=place)
-        self.note_born(tensors_in(result), True, {_torch.storage_key(tensor) for tensor in tensors_in((args, kwargs))})
+        self._note_unseen(args, kwargs, result)
         return result
 
 
