@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from bcg import probes
 from bcg.ambient import ambient_refusal
 from bcg.backends import Pool, backend_for
 from bcg.cache import EntriesView, EntryCache
@@ -152,6 +153,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         self._self_state = ModuleState(module)
         self._self_binder: CallBinder = CallBinder(module.forward)
         self._self_disabled: str | None = None
+        self._self_refused = False
         self._self_misses: OrderedDict[Signature, int] = OrderedDict()
         self._self_told: set[str] = set()
         self._self_lock = _module_locks.setdefault(module, threading.RLock())
@@ -175,7 +177,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         self._self_counters.add("calls")
         call = self._bind(args, kwargs)
         if call is not None and self.can_run_graph(call):
-            with self._locked():
+            with self._self_lock:
                 result = self.execute(call)
             if result is not _NOT_SERVED:
                 return result
@@ -191,7 +193,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         return self._self_binder.call(args, kwargs, max_leaves=self._self_config.max_leaves)
 
     def can_run_graph(self, call: Call) -> bool:
-        """Tell whether a graph may serve a call at all, captured or not.
+        """Tell whether a graph may serve a call under what is around it now, captured or not.
 
         Args:
             call: A bound call.
@@ -199,15 +201,10 @@ class BreakableCudaGraphRunner(BaseRunner):
         Returns:
             False where the call must run eagerly; the reason is counted, and logged once.
         """
-        reason = self._refusal(call)
-        if reason is None:
-            return True
-        self._self_counters.add("refusals")
-        window = window_of(self._self_identity)
-        if window is not None:
-            window.calls += 1
-        self._tell_once(reason, "calls run eagerly: %s", reason)
-        return False
+        reason = self._refusal_of_call(call)
+        if reason is not None:
+            self._note_refusal(reason)
+        return reason is None
 
     def execute(self, call: Call) -> Any:
         """Serve a call by a graph: find its entries and replay one, or capture inside a window.
@@ -226,6 +223,11 @@ class BreakableCudaGraphRunner(BaseRunner):
             if result is not _NOT_SERVED:
                 self._self_counters.add("replays")
                 return result
+        # Asked only now: what was captured was not refused, and a refusal follows from the signature and the state.
+        refusal = self._refusal_of_module(call)
+        if refusal is not None:
+            self._note_refusal(refusal)
+            return _NOT_SERVED
         window = window_of(self._self_identity)
         if self._may_capture(window) and len(variants) < self._self_config.max_variants:
             return self._capture_and_serve(key, call, window)
@@ -245,15 +247,29 @@ class BreakableCudaGraphRunner(BaseRunner):
 
     def _refusal(self, call: Call) -> str | None:
         """Say why no graph may serve a call, or return None."""
+        return self._refusal_of_call(call) or self._refusal_of_module(call)
+
+    def _refusal_of_call(self, call: Call) -> str | None:
+        """Say why no graph may serve a call under what is around it now; asked in every call."""
         if call.refusal is not None:
             return call.refusal
+        if self._self_refused:
+            # Its hooks may count, so that each call finds another state; asking the hooks is cheaper than a walk.
+            reason = probes.refusal(self.__wrapped__)
+            self._self_refused = reason is not None
+            if reason is not None:
+                return reason
+        reason = ambient_refusal() or self._gradient_refusal(call)
+        if reason is None and self._self_backend.is_capturing():
+            reason = "another CUDA graph is being captured"
+        return reason
+
+    def _refusal_of_module(self, call: Call) -> str | None:
+        """Say why no graph may serve the module as it is, or tensors where they are."""
         assert call.signature is not None
-        return (
-            ambient_refusal()
-            or self._gradient_refusal(call)
-            or self._self_state.refusal()
-            or self._device_refusal(call.signature)
-        )
+        reason = self._self_state.refusal()
+        self._self_refused = reason is not None
+        return reason or self._device_refusal(call.signature)
 
     def _gradient_refusal(self, call: Call) -> str | None:
         if not torch.is_grad_enabled():
@@ -269,7 +285,14 @@ class BreakableCudaGraphRunner(BaseRunner):
         for path, spec in zip(_tensor_paths(signature), signature.tensor_specs, strict=True):
             if spec.device not in allowed:
                 return f"argument `{path}` is on {spec.device}, but the module is on {device}"
-        return "another CUDA graph is being captured" if self.pool.backend.is_capturing() else None
+        return None
+
+    def _note_refusal(self, reason: str) -> None:
+        self._self_counters.add("refusals")
+        window = window_of(self._self_identity)
+        if window is not None:
+            window.calls += 1
+        self._tell_once(reason, "calls run eagerly: %s", reason)
 
     def _key(self, call: Call) -> EntryKey:
         assert call.signature is not None
@@ -277,7 +300,8 @@ class BreakableCudaGraphRunner(BaseRunner):
 
     def _replay(self, entry: Entry, call: Call, misses: list[str]) -> Any:
         try:
-            result = entry.replay(call.tensors)
+            with entry.pool.lock:
+                result = entry.replay(call.tensors)
         except GuardMiss as miss:
             misses.append(str(miss))
             return _NOT_SERVED
@@ -308,7 +332,8 @@ class BreakableCudaGraphRunner(BaseRunner):
     def _capture_and_serve(self, key: EntryKey, call: Call, window: Window | None) -> Any:
         if self._self_cache.rejection(key) is not None:
             return _NOT_SERVED
-        entry = self._capture(key, call)
+        with self._locked():
+            entry = self._capture(key, call)
         if entry is None:
             return _NOT_SERVED
         if window is not None:
@@ -500,6 +525,7 @@ class BreakableCudaGraphRunner(BaseRunner):
     def _make_capturer(self) -> None:
         device = _device_of(self.__wrapped__)
         self._self_pool = self._pool_on(device)
+        self._self_backend = self._self_pool.backend
         self._self_capturer = Capturer(
             self.__wrapped__, device, self._self_state, self._self_config, self._self_pool, self._self_arena,
             self._self_seams,
