@@ -92,6 +92,7 @@ class Capturer:
         self._pool = pool
         self._arena = arena
         self._seams = seams
+        self._unsettled: list[Any] = []  # the result of a first forward that changed Python state
         functions = {name: resolve_function(name) for name in config.eager_functions}
         self._torch_functions = frozenset(function for function in functions.values() if is_torch_function(function))
         self._functions = [pair for pair in functions.items() if pair[1] not in self._torch_functions]
@@ -123,6 +124,7 @@ class Capturer:
             before.restore()
             raise
         finally:
+            self._unsettled.clear()
             _restore(generators)
         entry.capture_s = time.perf_counter() - started
         return entry
@@ -158,6 +160,7 @@ class Capturer:
         classes = set(self._learned().classes)
         for _ in range(_MAX_MODULE_BREAK_ROUNDS):
             entry = self._try(call, self._plan(classes), generators)
+            self._check_first_result(entry, call, generators)
             miss = self._verify(entry, call, generators)
             if miss is None:
                 self._learned().classes |= classes
@@ -199,6 +202,22 @@ class Capturer:
                 plan.watched = True
                 _log.info("%s; trying again with every operation watched", error)
         raise CaptureError(f"not captured after max_capture_attempts={self._config.max_capture_attempts} tries.")
+
+    def _check_first_result(self, entry: Entry, call: Call, generators: _Generators) -> None:
+        """Make sure that what the first forward changed, such as a cache that it filled, does not change results."""
+        while self._unsettled:
+            expected = self._unsettled.pop()
+            _restore(generators)
+            try:
+                problem = difference(expected, entry.replay(call.tensors), close=self._is_close())
+            except GuardMiss as miss:
+                problem = str(miss)
+            if problem is not None:
+                entry.reset()
+                raise StateWriteError(
+                    f"the first forward changes Python state of the module and gives another result than the next "
+                    f"({problem}): this call runs eagerly, and the next one can be captured."
+                )
 
     def _class_to_break(self, miss: GuardMiss, classes: set[type]) -> type | None:
         """Return the class of the innermost submodule around a missed guard that is no break yet."""
@@ -254,6 +273,8 @@ class Capturer:
         if steady:
             self._check_state(state)
             _check_survivors(dry, result)
+        elif self._state.key() != state:
+            self._unsettled.append(result)
 
     def _patched(self, watch: Any, plan: _Plan) -> contextlib.AbstractContextManager[None]:
         return patched(watch, self._module, plan.broken, self._functions)
