@@ -37,14 +37,13 @@ class Arm:
     needs_cuda: ClassVar[bool] = False
     settling: ClassVar[int] = 1
 
-    def __init__(self, module: nn.Module, blocks: CompiledBlocks, dynamic: bool | None) -> None:
+    def __init__(self, module: nn.Module, dynamic: bool | None) -> None:
         self.module = module
-        self.blocks = blocks
+        self.dynamic = dynamic
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> contextlib.AbstractContextManager[None]:
         """Put the module into the state that this arm needs; not part of any timing."""
-        yield
+        return contextlib.nullcontext()
 
     def start(self, shape: str, call: Call) -> Any:
         """Make the first call for a shape, with all that has to be prepared: this is the cold start."""
@@ -77,12 +76,18 @@ class Arm:
 class CompiledBlocks:
     """Compile the repeated blocks of a module, and put the compiled code in and out of place.
 
-    Shared by the arms that use it: the second one finds the code that the first one compiled.
+    Args:
+        module: The transformer.
+        dynamic: As ``torch.compile`` takes it.
+        backend: As ``torch.compile`` takes it. Inductor by default, by a function of this object's own: dynamo shares
+            code between equal backends, and what one arm compiled would not count in the cold start of another.
     """
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    def __init__(
+        self, module: nn.Module, dynamic: bool | None = None, backend: str | Callable[..., Any] | None = None
+    ) -> None:
         self._module = module
-        self._options = options
+        self._options = {"dynamic": dynamic, "backend": backend or _own_inductor()}
         self._code: dict[nn.Module, Any] = {}
 
     @contextlib.contextmanager
@@ -104,6 +109,15 @@ class CompiledBlocks:
     def close(self) -> None:
         """Drop the compiled code."""
         self._code = {}
+
+
+def _own_inductor() -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    def inductor(graph: Any, inputs: Any) -> Any:
+        return compile_fx(graph, inputs)
+
+    return inductor
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
@@ -139,8 +153,8 @@ class GraphArm(Arm):
     name = "graph"
     needs_cuda = True
 
-    def __init__(self, module: nn.Module, blocks: CompiledBlocks, dynamic: bool | None) -> None:
-        super().__init__(module, blocks, dynamic)
+    def __init__(self, module: nn.Module, dynamic: bool | None) -> None:
+        super().__init__(module, dynamic)
         self._graphs: dict[str, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -201,8 +215,8 @@ class BcgArm(Arm):
 
     name = "bcg"
 
-    def __init__(self, module: nn.Module, blocks: CompiledBlocks, dynamic: bool | None) -> None:
-        super().__init__(module, blocks, dynamic)
+    def __init__(self, module: nn.Module, dynamic: bool | None) -> None:
+        super().__init__(module, dynamic)
         self._bcg: Any = importlib.import_module("bcg")
         self._runner: Any = self._bcg.wrap(module)
 
@@ -244,27 +258,38 @@ class BlocksArm(Arm):
     exact = False
     settling = 2
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def __init__(self, module: nn.Module, dynamic: bool | None) -> None:
+        super().__init__(module, dynamic)
+        self._blocks = CompiledBlocks(module, dynamic)
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
         """Run with the compiled blocks in place."""
-        with self.blocks.active():
-            yield
+        return self._blocks.active()
+
+    def close(self) -> None:
+        """Drop the compiled code."""
+        self._blocks.close()
 
 
 class BcgBlocksArm(BcgArm):
-    """Wrap the module with bcg while its blocks are compiled.
-
-    Where the arm ``blocks`` ran before, its compiled code is used, and the cold start is that of the capture alone.
-    """
+    """Wrap the module with bcg while its blocks are compiled."""
 
     name = "bcg_blocks"
     exact = False
+    settling = 2
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def __init__(self, module: nn.Module, dynamic: bool | None) -> None:
+        super().__init__(module, dynamic)
+        self._blocks = CompiledBlocks(module, dynamic)
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
         """Run with the compiled blocks in place."""
-        with self.blocks.active():
-            yield
+        return self._blocks.active()
+
+    def close(self) -> None:
+        """Drop the runner's entries and the compiled code."""
+        super().close()
+        self._blocks.close()
 
 
 class CompileArm(Arm):
@@ -275,8 +300,8 @@ class CompileArm(Arm):
     settling = 2
     mode: ClassVar[str | None] = None
 
-    def __init__(self, module: nn.Module, blocks: CompiledBlocks, dynamic: bool | None) -> None:
-        super().__init__(module, blocks, dynamic)
+    def __init__(self, module: nn.Module, dynamic: bool | None) -> None:
+        super().__init__(module, dynamic)
         self._compiled: Any = torch.compile(module, mode=self.mode, dynamic=dynamic)
 
     def run(self, shape: str, call: Call) -> Any:
@@ -319,13 +344,12 @@ class Arms:
     def __init__(self, module: nn.Module, dynamic: bool | None = None) -> None:
         self._module = module
         self._dynamic = dynamic
-        self._blocks = CompiledBlocks(module, dynamic=dynamic)
         self._open: list[Arm] = []
         self._caches: list[tempfile.TemporaryDirectory[str]] = []
 
     def open(self, name: str) -> Arm:
         """Make an arm."""
-        arm = ARMS[name](self._module, self._blocks, self._dynamic)
+        arm = ARMS[name](self._module, self._dynamic)
         self._open.append(arm)
         return arm
 
@@ -348,7 +372,6 @@ class Arms:
         for arm in self._open:
             arm.close()
         self._open.clear()
-        self._blocks.close()
         if self._caches:
             torch.compiler.reset()
         for directory in self._caches:

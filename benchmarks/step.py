@@ -199,7 +199,12 @@ class ModelRun:
             row.facts.setdefault("tflop", self._tflop[shape.name])
 
     def _finish(self) -> list[dict[str, Any]]:
-        rows = [row.as_json() for row in self._rows.values()]
+        shapes = [shape.name for shape in self._shapes]
+
+        def place(row: Row) -> tuple[int, int, str]:
+            return shapes.index(row.shape), self._options.arms.index(row.arm.removesuffix("_replay")), row.arm
+
+        rows = [row.as_json() for row in sorted(self._rows.values(), key=place)]
         add_ratios(rows)
         return rows
 
@@ -298,9 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     with torch.no_grad():
         if any(not ARMS[arm].exact for arm in options.arms):
             start_compiler(options.device)
-            report.notes.append("Cold starts leave out the start of the compiler itself.")
-        if {"blocks", "bcg_blocks"} <= set(options.arms):
-            report.notes.append("bcg_blocks uses what blocks compiled if that arm comes first: add the cold starts.")
+            report.notes.append(
+                "Cold starts leave out the start of the compiler; every arm compiles for itself, without disk caches."
+            )
         try:
             for name in asked.models:
                 if options.deadline.passed:
