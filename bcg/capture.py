@@ -22,18 +22,19 @@ from bcg import _torch, trees
 from bcg.backends import Backend, Pool
 from bcg.config import RunnerConfig
 from bcg.entry import Entry, EntryKey, OutputTemplate
-from bcg.errors import CaptureError, GuardMiss, StateWriteError, VerificationError
+from bcg.errors import CaptureError, GuardMiss, HostileOperationError, StateWriteError, VerificationError
 from bcg.graph import BreakableCUDAGraphCapture, EagerStep, GuardStep
 from bcg.interception import CaptureRun, DryRun, Finding, OperationFailedError, Policy
 from bcg.module_state import ModuleState, describe_difference
 from bcg.patching import broken_modules, compiled_submodules, is_torch_function, patched, resolve_function
-from bcg.python_state import PythonState, host_random_state_kept
+from bcg.python_state import PythonState, host_random_state, host_random_state_kept
 from bcg.signature import Call
 from bcg.source import naming
 from bcg.static_inputs import StaticArena, StaticInputs
 from bcg.verification import difference, fresh_inputs
 
 _log = logging.getLogger("bcg")
+_FRESH_SEED = 20_232
 _MAX_MODULE_BREAK_ROUNDS = 8  # a break that misses again moves outwards one module a round
 
 
@@ -258,10 +259,18 @@ class Capturer:
     def _warm_up(self, call: Call, inputs: StaticInputs, plan: _Plan, generators: _Generators) -> DryRun:
         """Run the forward as eager would, until it is in a steady state; return what the last run met."""
         protected = self._protected(call, inputs)
+        drew_on_host = []
         for iteration in range(self._config.warmup_iterations):
             dry = DryRun(self._backend, protected, plan.policy)
+            host_random = host_random_state()
             self._run_dry(call, inputs, plan, dry, steady=iteration > 0)
+            drew_on_host.append(host_random != host_random_state())
             _restore(generators)
+        if all(drew_on_host):  # once could have been another thread
+            raise HostileOperationError(
+                "every forward draws from Python's or numpy's random numbers, which a replay would not: draw them outside "
+                "of the module and pass them in."
+            )
         return dry
 
     def _run_dry(self, call: Call, inputs: StaticInputs, plan: _Plan, dry: DryRun, *, steady: bool) -> None:
@@ -348,7 +357,7 @@ class Capturer:
             entry.verified = "off"
             return None
         try:
-            problem = self._compare(entry, call, fresh_inputs(call.tensors), generators)
+            problem = self._compare(entry, call, fresh_inputs(call.tensors), self._fresh_generators(generators))
         except GuardMiss as miss:
             return miss
         if problem is not None:
@@ -356,6 +365,12 @@ class Capturer:
             raise VerificationError(f"the entry does not reproduce eager on fresh inputs: {problem}.")
         entry.verified = "close" if self._is_close() else "exact"
         return None
+
+    def _fresh_generators(self, generators: _Generators) -> _Generators:
+        """Return other states than those of the capture, which a forward that seeds by itself would not draw from."""
+        for generator, _ in generators:
+            generator.manual_seed(_FRESH_SEED)
+        return self._backend.generator_states(self._pool.device)
 
     def _compare(self, entry: Entry, call: Call, tensors: list[Tensor], generators: _Generators) -> str | None:
         args, kwargs = call.rebuild(tensors)

@@ -87,6 +87,13 @@ def host_random_state_kept() -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
+def host_random_state() -> tuple[object, ...]:
+    """Return by value where Python's and numpy's global generators stand."""
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else ()
+    return (random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in state))
+
+
 def _slots_of(kind: type) -> list[Any]:
     return [entry for base in kind.__mro__ for entry in vars(base).values() if isinstance(entry, MemberDescriptorType)]
 
