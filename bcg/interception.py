@@ -542,7 +542,7 @@ class _DispatchMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._watch.active():
             return func(*args, **kwargs)
-        if _torch.can_decompose(func):
+        if _torch.can_decompose(func, self._watch.backend.device_type):
             # Under inference mode composite operations arrive whole, and could hide a host read or a copy.
             with self:
                 return func.decompose(*args, **kwargs)

@@ -98,7 +98,7 @@ class _RecordingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.operations is None:
             return func(*args, **kwargs)
-        if _torch.can_decompose(func):
+        if _torch.can_decompose(func, "cpu"):
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
