@@ -102,6 +102,12 @@ class BaseRunner(ModuleProxy):
         device = _device_of(self.__wrapped__)
         return self(**{name: _synthetic(value, device) for name, value in spec.items()})
 
+    def _rewrap(self, module: nn.Module) -> BaseRunner:
+        return type(self)(module, self._self_config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.__wrapped__, self._self_config)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.__wrapped__).__name__})"
 
@@ -562,10 +568,13 @@ class BreakableCudaGraphRunner(BaseRunner):
         return type(self.__wrapped__).__name__
 
     def _rewrap(self, module: nn.Module) -> BreakableCudaGraphRunner:
-        return type(self)(module, self._self_config, capture_when=self._self_capture_when)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.__wrapped__, self._self_config)
+        return type(self)(
+            module,
+            self._self_config,
+            capture_when=self._self_capture_when,
+            barrier=self._self_seams.barrier,
+            capture_context=self._self_seams.capture_context,
+        )
 
     def __repr__(self) -> str:
         entries = list(self._self_cache.entries())
