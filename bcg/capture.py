@@ -23,7 +23,7 @@ from bcg.backends import Backend, Pool
 from bcg.config import RunnerConfig
 from bcg.entry import Entry, EntryKey, OutputTemplate
 from bcg.errors import CaptureError, GuardMiss, HostileOperationError, StateWriteError, VerificationError
-from bcg.graph import BreakableCUDAGraphCapture, EagerStep, GuardStep
+from bcg.graph import BreakableCUDAGraphCapture, EagerStep, GuardStep, same_value
 from bcg.interception import CaptureRun, DryRun, Finding, OperationFailedError, Policy
 from bcg.module_state import ModuleState, describe_difference
 from bcg.patching import broken_modules, compiled_submodules, is_torch_function, patched, resolve_function
@@ -93,6 +93,7 @@ class Capturer:
         self._pool = pool
         self._arena = arena
         self._seams = seams
+        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}  # of eager modules, which may write to them, with copies
         self._unsettled: list[Any] = []  # the result of a first forward that changed Python state
         functions = {name: resolve_function(name) for name in config.eager_functions}
         self._torch_functions = frozenset(function for function in functions.values() if is_torch_function(function))
@@ -126,7 +127,8 @@ class Capturer:
             raise
         finally:
             self._unsettled.clear()
-            _restore(generators)
+            self._put_back(generators)
+            self._buffers.clear()
         entry.capture_s = time.perf_counter() - started
         return entry
 
@@ -150,7 +152,8 @@ class Capturer:
                 return self._warm_up(call, self._inputs(call), plan, generators).findings
         finally:
             before.restore()
-            _restore(generators)
+            self._put_back(generators)
+            self._buffers.clear()
 
     # -- attempts --------------------------------------------------------------------------------------------------
 
@@ -208,7 +211,7 @@ class Capturer:
         """Make sure that what the first forward changed, such as a cache that it filled, does not change results."""
         while self._unsettled:
             expected = self._unsettled.pop()
-            _restore(generators)
+            self._put_back(generators)
             try:
                 problem = difference(expected, entry.replay(call.tensors), close=self._is_close())
             except GuardMiss as miss:
@@ -238,6 +241,24 @@ class Capturer:
         )
         return _Plan(policy, broken_modules(self._module, self._config.eager_modules, classes))
 
+    def _keep_buffers(self, plan: _Plan) -> None:
+        """Copy the buffers of eager modules before the first forward in which nobody watches these."""
+        for name in plan.broken:
+            for path, tensor in self._module.get_submodule(name).named_buffers(prefix=name):
+                if path not in self._buffers:
+                    self._buffers[path] = tensor, tensor.clone()
+
+    def _put_back(self, generators: _Generators) -> None:
+        """Let generators and the buffers of eager modules be as they were before the capture."""
+        for generator, state in generators:
+            generator.set_state(state)
+        with torch.inference_mode():  # may write to inference tensors and to others
+            for tensor, content in self._buffers.values():
+                tensor.copy_(content)
+
+    def _written_buffers(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor, content in self._buffers.values() if not same_value(content, tensor))
+
     # -- one attempt -----------------------------------------------------------------------------------------------
 
     def _inputs(self, call: Call) -> StaticInputs:
@@ -260,12 +281,14 @@ class Capturer:
         """Run the forward as eager would, until it is in a steady state; return what the last run met."""
         protected = self._protected(call, inputs)
         drew_on_host = []
+        self._keep_buffers(plan)
         for iteration in range(self._config.warmup_iterations):
             dry = DryRun(self._backend, protected, plan.policy)
             host_random = host_random_state()
             self._run_dry(call, inputs, plan, dry, steady=iteration > 0)
             drew_on_host.append(host_random != host_random_state())
-            _restore(generators)
+            dry.written = self._written_buffers()
+            self._put_back(generators)
         if all(drew_on_host):  # once could have been another thread
             raise HostileOperationError(
                 "every forward draws from Python's or numpy's random numbers, which a replay would not: draw them outside "
@@ -330,6 +353,7 @@ class Capturer:
             host_guards=tuple(dry.host_guards.values()),
             externals=tuple(dry.externals.values()),
             random=dry.random or dry.runs_unseen,
+            written=dry.written,
             pool_bytes=self._pool.bytes() - held_before,
         )
 
@@ -374,10 +398,10 @@ class Capturer:
 
     def _compare(self, entry: Entry, call: Call, tensors: list[Tensor], generators: _Generators) -> str | None:
         args, kwargs = call.rebuild(tensors)
-        _restore(generators)
+        self._put_back(generators)
         expected = self._module(*args, **kwargs)
         drawn = self._backend.generator_states(self._pool.device)
-        _restore(generators)
+        self._put_back(generators)
         got = entry.replay(tensors)
         problem = difference(expected, got, close=self._is_close())
         if problem is None and not _same_generators(drawn, self._backend.generator_states(self._pool.device)):
@@ -402,11 +426,6 @@ class _Plan:
 
 class _UnwatchedError(CaptureError):
     """A capture without interception failed; with it, the operation can be found."""
-
-
-def _restore(generators: _Generators) -> None:
-    for generator, state in generators:
-        generator.set_state(state)
 
 
 def _same_generators(one: _Generators, other: _Generators) -> bool:

@@ -94,6 +94,7 @@ class Entry:
         host_guards: Host tensors whose content was baked.
         externals: Tensors that outlive the call and that the graph reads by address, such as a model's cached tables.
         random: Replays draw random numbers.
+        written: Buffers that eager modules write to.
         capture_s: Seconds that warm-up, capture and verification took.
         pool_bytes: Bytes by which the capture made the pool grow.
         verified: ``exact``, ``close``, or why the entry was not verified on fresh inputs.
@@ -111,6 +112,7 @@ class Entry:
     host_guards: tuple[HostGuard, ...] = ()
     externals: tuple[Tensor, ...] = ()
     random: bool = False
+    written: tuple[Tensor, ...] = ()
     capture_s: float = 0.0
     pool_bytes: int = 0
     verified: str = "not yet"
@@ -164,6 +166,7 @@ class Entry:
                 raise GuardMiss(f"host tensor used at {guard.where}: its content is not what it was at capture", guard)
         # A miss may come after random numbers were drawn; the eager call that follows must draw the same again.
         generators = self.pool.backend.generator_states(self.pool.device) if self._may_miss_after_drawing() else []
+        buffers = [(tensor, tensor.clone()) for tensor in self.written]
         self.pool.before_replay()
         try:
             self.inputs.load(live)
@@ -172,6 +175,8 @@ class Entry:
         except BaseException:
             for generator, state in generators:
                 generator.set_state(state)
+            for tensor, content in buffers:
+                tensor.copy_(content)
             raise
         finally:
             self.pool.after_replay()
@@ -184,12 +189,10 @@ class Entry:
     def reset(self) -> None:
         """Give back the graph and all memory; the entry cannot be replayed afterwards."""
         self.graph.reset()
-        self.hoists, self.externals, self.host_guards = [], (), ()
+        self.hoists, self.externals, self.host_guards, self.written = [], (), (), ()
 
     def __repr__(self) -> str:
         return (
             f"<Entry {self.signature.summary()}: {self.segments} segments, {self.breaks} breaks, {self.guards} guards, "
             f"{self.hits} hits>"
         )
-
-

@@ -332,19 +332,20 @@ class Watch:
 
     def _note_written(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in _written(operator, args, kwargs):
-            self._born[_torch.storage_key(tensor)] = True
+            key = _torch.storage_key(tensor)
+            if key in self._born:  # not so for an argument of which an empty part was "written"
+                self._born[key] = True
 
     def _check_writes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in _written(operator, args, kwargs):
             key = _torch.storage_key(tensor)
             if key not in self._born and tensor.numel():
-                what = self._protected.get(key, "a tensor that outlives the call")
-                self._refuse(
-                    StateWriteError(
-                        f"{base_name(operator)} at {where()} writes to {what}: a replay would repeat or miss the write. "
-                        "Copy the tensor before writing to it, or name the submodule in eager_modules."
-                    )
-                )
+                cure = "Copy the tensor before writing to it, or name the submodule in eager_modules."
+                self._refuse_write(tensor, f"{base_name(operator)} at {where()}", cure)
+
+    def _refuse_write(self, tensor: Tensor, who: str, cure: str) -> None:
+        what = self._protected.get(_torch.storage_key(tensor), "a tensor that outlives the call")
+        self._refuse(StateWriteError(f"{who} writes to {what}: a replay would repeat or miss the write. {cure}"))
 
     def _note_inputs(self, inputs: list[Tensor]) -> None:
         for tensor in inputs:
@@ -390,6 +391,7 @@ class DryRun(Watch):
         super().__init__(backend, protected, policy)
         self.findings: list[Finding] = []
         self.hoists: list[Hoist] = []
+        self.written: tuple[Tensor, ...] = ()  # buffers that eager modules write to
         self._hoist_of: dict[int, Hoist] = {}
         self._results: list[weakref.ref[Tensor]] = []
 
@@ -448,8 +450,13 @@ class DryRun(Watch):
     ) -> Any:  # fmt: skip
         """Run the call unseen."""
         self.find(kind, name, place)
+        given = [tensor for tensor in tensors_in((args, kwargs)) if _torch.storage_key(tensor) not in self._born]
+        versions = [_version(tensor) for tensor in given]
         with self.unwatched():
             result = function(*args, **kwargs)
+        for tensor, version in zip(given, versions, strict=True):
+            if _version(tensor) != version:
+                self._refuse_write(tensor, f"{kind} {name} at {place}", "Give it a copy.")
         self._note_unseen(args, kwargs, result)
         return result
 
