@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bcg import _torch, trees
+from bcg.ambient import ambient_state
 from bcg.backends import Backend, Pool
 from bcg.config import RunnerConfig
 from bcg.entry import Entry, EntryKey, OutputTemplate
@@ -28,7 +29,7 @@ from bcg.interception import CaptureRun, DryRun, Finding, OperationFailedError, 
 from bcg.module_state import ModuleState, describe_difference
 from bcg.patching import broken_modules, compiled_submodules, is_torch_function, patched, resolve_function
 from bcg.python_state import PythonState, host_random_state, host_random_state_kept
-from bcg.signature import Call
+from bcg.signature import VARIABLE_POSITIONALS, Call
 from bcg.source import naming
 from bcg.static_inputs import StaticArena, StaticInputs
 from bcg.verification import difference, fresh_inputs
@@ -129,6 +130,8 @@ class Capturer:
             self._unsettled.clear()
             self._put_back(generators)
             self._buffers.clear()
+        # The key is what later calls find: torch orders its attention kernels in the first call of a process.
+        entry.key = EntryKey(entry.signature.under(ambient_state()), entry.key.state)
         entry.capture_s = time.perf_counter() - started
         return entry
 
@@ -298,10 +301,10 @@ class Capturer:
 
     def _run_dry(self, call: Call, inputs: StaticInputs, plan: _Plan, dry: DryRun, *, steady: bool) -> None:
         args, kwargs = call.rebuild(inputs.tensors)
-        arguments, state = trees.flatten((args, kwargs)), self._state.key()
+        arguments, state = _named(call, args, kwargs), self._state.key()
         with self._pool.side_stream(), self._patched(dry, plan), dry.watching():
             result = self._module(*args, **kwargs)
-        _check_arguments(arguments, trees.flatten((args, kwargs)))
+        _check_arguments(arguments, _named(call, args, kwargs))
         if steady:
             self._check_state(state)
             _check_survivors(dry, result)
@@ -436,6 +439,9 @@ def _same_generators(one: _Generators, other: _Generators) -> bool:
 def _without_autocast_cache() -> Iterator[None]:
     """Keep autocast from caching casted weights: a cached cast made in a capture would be scratch memory of the pool."""
     enabled = torch.is_autocast_cache_enabled()
+    if not (enabled and _torch.any_autocast()):
+        yield  # the flag is a guard of compiled code: left alone, nothing is compiled again
+        return
     torch.set_autocast_cache_enabled(False)
     try:
         yield
@@ -443,13 +449,19 @@ def _without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
 
 
+def _named(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> trees.Tree:
+    """Take a rebuilt call's arguments apart under the names of forward's parameters."""
+    names = list(call.arguments)[: call.positionals]
+    further = args[len(names) :]
+    named = {**dict(zip(names, args, strict=False)), **({VARIABLE_POSITIONALS: further} if further else {}), **kwargs}
+    return trees.flatten_arguments(named)
+
+
 def _check_arguments(before: trees.Tree, after: trees.Tree) -> None:
     if before.structure == after.structure and all(map(_is_same, before.leaves, after.leaves)):
         return
-    paths = before.structure.paths
-    changed = [
-        path for path, one, other in zip(paths, before.leaves, after.leaves, strict=False) if not _is_same(one, other)
-    ]
+    one, other = (dict(zip(tree.structure.paths, tree.leaves, strict=True)) for tree in (before, after))
+    changed = [path for path in one | other if not (path in one and path in other and _is_same(one[path], other[path]))]
     raise StateWriteError(
         f"the forward changes an argument ({', '.join(changed[:3]) or 'its structure'}), which a replay would not: pass "
         "what changes as a tensor and return its new value."

@@ -283,6 +283,17 @@ class Signature:
     def __repr__(self) -> str:
         return f"<Signature {self.summary()}>"
 
+    def under(self, ambient: AmbientState) -> Signature:
+        """Return the signature of the same call under another ambient state.
+
+        Args:
+            ambient: What `bcg.ambient.ambient_state` returned.
+
+        Returns:
+            This signature where the state is the same.
+        """
+        return self if ambient == self.ambient else Signature(self.structure, self.leaf_keys, ambient)
+
     @property
     def tensor_specs(self) -> list[TensorSpec]:
         """The tensors' part of the key, in the order of `Call.tensors`."""
