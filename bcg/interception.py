@@ -191,9 +191,11 @@ class Watch:
         self._note_inputs(inputs)
         self._note_random(operator, args, kwargs)
         result = self._treat(self._kind(operator, args, kwargs, inputs, depends), operator, args, kwargs)
-        if depends or draws_random(operator, args, kwargs):
+        changes = depends or draws_random(operator, args, kwargs)
+        if changes:
             self._note_written(operator, args, kwargs)
-        self.note_born(result, depends or draws_random(operator, args, kwargs), keys)
+        # A tensor of constants that is asked for on the arguments' device would be on the GPU, too.
+        self.note_born(result, changes or kwargs.get("device") is not None, keys)
         return result
 
     def _kind(
@@ -268,7 +270,10 @@ class Watch:
             args, kwargs = self._read_listed(args, function), self._read_listed(kwargs, function)
         if function in _HOST_MAKERS and not self.backend.reads_host_memory:
             return self._make(function, args, kwargs)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if function in _HOST_MAKERS and kwargs.get("device") is not None:
+            self.note_born(result, True)
+        return result
 
     def _is_content(self, value: Any) -> bool:
         """Tell whether a value is a tensor whose content a replay may find changed."""
@@ -529,11 +534,11 @@ class CaptureRun(Watch):
         kind: str,
     ) -> Any:  # fmt: skip
         """Make the call an eager break, or capture compiled code unseen where the backend can."""
-        if kind == "compiled" and not self.backend.executes_while_capturing:
-            with self.unwatched():
+        with self.unwatched():
+            if kind == "compiled" and not self.backend.executes_while_capturing:
                 result = function(*args, **kwargs)
-        else:
-            result = self._capture.run_eagerly(function, args, kwargs, name=name, place=place)
+            else:
+                result = self._capture.run_eagerly(function, args, kwargs, name=name, place=place)
         self._note_unseen(args, kwargs, result)
         return result
 
