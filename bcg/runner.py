@@ -39,6 +39,9 @@ _log = logging.getLogger("bcg")
 _MAX_MISSES = 256  # different missed signatures that are remembered and explained
 _NOT_SERVED: Final = object()
 
+Prepare = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Maps a call's arguments to those that the module is called with."""
+
 _module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
@@ -125,11 +128,14 @@ class BreakableCudaGraphRunner(BaseRunner):
     Args:
         module: The module to serve.
         config: Options; from the environment where left out.
-        pool: Scratch memory, shared with another runner that never runs at the same time; made where left out.
+        pool: Another runner that never runs at the same time, to share the scratch memory with, or its pool; made where
+            left out. A runner's pool is followed when both modules are moved.
         capture_when: Asked at a miss outside a window; captures where it returns True. The seam for hosts that have a
             warmup flag of their own.
         barrier: Called before every eager step while capturing; ranks wait for each other there.
         capture_context: Makes a context manager that is entered around each capture.
+        prepare: Given the positional and keyword arguments of each call, returns those that the module is called with,
+            by graph or eagerly. It must not change what it is given.
 
     Raises:
         BackendError: The config names a backend that cannot run here.
@@ -141,16 +147,18 @@ class BreakableCudaGraphRunner(BaseRunner):
         module: nn.Module,
         config: RunnerConfig | None = None,
         *,
-        pool: Pool | None = None,
+        pool: Pool | BreakableCudaGraphRunner | None = None,
         capture_when: Callable[[], bool] | None = None,
         barrier: Callable[[], None] | None = None,
         capture_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
         super().__init__(module, config)
         if self._self_config.backend == "cuda":
             # A module that is still on the CPU may be moved later; a torch without CUDA cannot be helped.
             backend_for("cuda", torch.device("cuda"))
         self._self_capture_when = capture_when
+        self._self_prepare = prepare
         self._self_seams = Seams(barrier, capture_context)
         self._self_given_pool = pool
         self._self_pool: Pool | None = None
@@ -181,6 +189,7 @@ class BreakableCudaGraphRunner(BaseRunner):
             What the module returns, in tensors of its own.
         """
         self._self_counters.add("calls")
+        args, kwargs = self._prepared(args, kwargs)
         call = self._bind(args, kwargs)
         if call is not None and self.can_run_graph(call):
             with self._self_lock:
@@ -188,6 +197,9 @@ class BreakableCudaGraphRunner(BaseRunner):
             if result is not _NOT_SERVED:
                 return result
         return self._run_eagerly(args, kwargs)
+
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (args, kwargs) if self._self_prepare is None else self._self_prepare(args, kwargs)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Bind the call to forward's parameters and key it; None where it does not bind or graphs are off."""
@@ -400,7 +412,7 @@ class BreakableCudaGraphRunner(BaseRunner):
             >>> runner.capture(torch.ones(1, 4))
             True
         """
-        call = self._bind(args, kwargs)
+        call = self._bind(*self._prepared(args, kwargs))
         if call is None or not self.can_run_graph(call):
             return False
         with self._locked():
@@ -422,7 +434,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         Raises:
             CaptureError: The forward does what no capture can follow.
         """
-        call = self._bind(args, kwargs)
+        call = self._bind(*self._prepared(args, kwargs))
         if call is None or not self.can_run_graph(call):
             return []
         with self._locked():
@@ -440,7 +452,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         """
         if self._self_disabled is not None:
             return f"runs eagerly: graphs are off ({self._self_disabled})."
-        call = self._bind(args, kwargs)
+        call = self._bind(*self._prepared(args, kwargs))
         if call is None:
             return "runs eagerly: the arguments do not fit the module's forward."
         reason = self._refusal(call)
@@ -539,7 +551,9 @@ class BreakableCudaGraphRunner(BaseRunner):
 
     def _pool_on(self, device: torch.device) -> Pool:
         given = self._self_given_pool
-        if given is not None and given.device.type == device.type:
+        if isinstance(given, BreakableCudaGraphRunner):
+            given = given.pool  # asked anew after each move, since the other module is moved too
+        if given is not None and given.device.type == device.type and given.device.index in (None, device.index):
             return given
         name = self._self_config.backend
         if name == "cuda" and device.type != "cuda":
@@ -574,6 +588,7 @@ class BreakableCudaGraphRunner(BaseRunner):
             capture_when=self._self_capture_when,
             barrier=self._self_seams.barrier,
             capture_context=self._self_seams.capture_context,
+            prepare=self._self_prepare,
         )
 
     def __repr__(self) -> str:
@@ -586,10 +601,11 @@ def wrap(
     module: nn.Module,
     config: RunnerConfig | None = None,
     *,
-    pool: Pool | None = None,
+    pool: Pool | BreakableCudaGraphRunner | None = None,
     capture_when: Callable[[], bool] | None = None,
     barrier: Callable[[], None] | None = None,
     capture_context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    prepare: Prepare | None = None,
     **options: Any,
 ) -> BreakableCudaGraphRunner:
     """Wrap a module so that calls with a known signature replay captured CUDA graphs.
@@ -600,10 +616,12 @@ def wrap(
     Args:
         module: The module, usually a diffusers transformer. It is not changed. A runner is wrapped anew.
         config: Options; mutually exclusive with ``options``.
-        pool: Scratch memory of another runner that never runs at the same time.
+        pool: Another runner that never runs at the same time, to share the scratch memory with, or its pool.
         capture_when: Asked at a miss outside a window; captures where it returns True.
         barrier: Called before every eager step while capturing, where there are several ranks.
         capture_context: Makes a context manager that is entered around each capture.
+        prepare: Given the positional and keyword arguments of each call, returns those that the module is called with,
+            by graph or eagerly; pads prompts, for example. It must not change what it is given.
         **options: Fields of `RunnerConfig`.
 
     Returns:
@@ -628,7 +646,13 @@ def wrap(
         raise ConfigError(f"config and the options {', '.join(options)} were both given: give one of them.")
     chosen = config if config is not None else RunnerConfig.from_environment(**options)
     return BreakableCudaGraphRunner(
-        unwrap(module), chosen, pool=pool, capture_when=capture_when, barrier=barrier, capture_context=capture_context
+        unwrap(module),
+        chosen,
+        pool=pool,
+        capture_when=capture_when,
+        barrier=barrier,
+        capture_context=capture_context,
+        prepare=prepare,
     )
 
 
