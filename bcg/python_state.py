@@ -11,13 +11,16 @@ import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from bcg._state_walk import _CLOSED_PACKAGES
+
 _MAX_OBJECTS = 200_000  # far above the largest transformer; a bound against state without end
-_NOT_STATE = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, str, bytes)
+_NOT_STATE = (Tensor, nn.Module, type, BuiltinFunctionType, ModuleType, str, bytes)
+_EMPTY = object()
 
 
 class PythonState:
@@ -30,6 +33,7 @@ class PythonState:
     def __init__(self, module: nn.Module) -> None:
         self._saved: list[tuple[Any, Any]] = []
         self._slots: list[tuple[Any, list[tuple[Any, Any]]]] = []
+        self._cells: list[tuple[CellType, Any]] = []
         self._seen: set[int] = set()
         for child in module.modules():
             self._save(child.__dict__)
@@ -41,6 +45,8 @@ class PythonState:
             if id(value) in self._seen or isinstance(value, _NOT_STATE):
                 continue
             self._seen.add(id(value))
+            if _is_foreign(value):
+                continue
             if isinstance(value, dict):
                 self._saved.append((value, dict(value)))
                 pending.extend(value.values())
@@ -49,6 +55,13 @@ class PythonState:
                 pending.extend(value)
             elif isinstance(value, tuple):
                 pending.extend(value)
+            elif isinstance(value, FunctionType):
+                pending.extend(value.__closure__ or ())
+            elif isinstance(value, MethodType):
+                pending.extend((value.__func__, value.__self__))
+            elif isinstance(value, CellType):
+                self._cells.append((value, _content(value)))
+                pending.append(_content(value))
             pending.extend(self._save_object(value))
 
     def _save_object(self, value: Any) -> Iterator[Any]:
@@ -71,6 +84,9 @@ class PythonState:
                 (target.update if isinstance(target, set) else target.extend)(content)
         for owner, slots in self._slots:
             _restore_slots(owner, slots)
+        for cell, content in self._cells:
+            if content is not _EMPTY and content is not _content(cell):
+                cell.cell_contents = content
 
 
 @contextlib.contextmanager
@@ -92,6 +108,26 @@ def host_random_state() -> tuple[object, ...]:
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else ()
     return (random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in state))
+
+
+def _is_foreign(value: Any) -> bool:
+    """Tell whether a value is no state of a forward: other threads change loggers, locks, and the globals of a file.
+
+    Closures of torch's own functions lead to its compiler, and from there to everything.
+    """
+    if isinstance(value, dict):
+        return "__spec__" in value
+    if isinstance(value, (list, deque, set, tuple, CellType, MethodType)):
+        return False
+    owner = value if isinstance(value, FunctionType) else type(value)
+    return (owner.__module__ or "").partition(".")[0] in _CLOSED_PACKAGES
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
 
 
 def _slots_of(kind: type) -> list[Any]:
