@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bcg._state_walk import _CLOSED_PACKAGES
 
 _MAX_OBJECTS = 200_000  # far above the largest transformer; a bound against state without end
-_NOT_STATE = (Tensor, nn.Module, type, BuiltinFunctionType, ModuleType, str, bytes)
+_NOT_STATE = (Tensor, nn.Module, type, BuiltinFunctionType, MethodType, ModuleType, str, bytes)
 _EMPTY = object()
 
 
@@ -56,13 +56,22 @@ class PythonState:
             elif isinstance(value, tuple):
                 pending.extend(value)
             elif isinstance(value, FunctionType):
-                pending.extend(value.__closure__ or ())
-            elif isinstance(value, MethodType):
-                pending.extend((value.__func__, value.__self__))
-            elif isinstance(value, CellType):
-                self._cells.append((value, _content(value)))
-                pending.append(_content(value))
+                self._save_closure(value)
+                continue
             pending.extend(self._save_object(value))
+
+    def _save_closure(self, function: FunctionType) -> None:
+        """Remember what a function's variables refer to, and plain containers among them.
+
+        Objects are left alone there: from one closure to the next, they lead through the whole process.
+        """
+        for cell in function.__closure__ or ():
+            content = _content(cell)
+            self._cells.append((cell, content))
+            if isinstance(content, dict):
+                self._saved.append((content, dict(content)))
+            elif isinstance(content, (list, deque, set)):
+                self._saved.append((content, list(content)))
 
     def _save_object(self, value: Any) -> Iterator[Any]:
         """Remember an object's slots; yield what they and its ``__dict__`` hold."""
