@@ -90,6 +90,39 @@ def ambient_probes() -> tuple[Any, ...]:
     return () if registry is None else (getattr(registry, "_active_backend", None),)
 
 
+def active_adapters(module: nn.Module) -> tuple[tuple[str, float], ...]:
+    """Return the LoRA adapters that take part in a forward.
+
+    Args:
+        module: A module, into whose submodules peft may have put adapters.
+
+    Returns:
+        Names and weights, as given to ``set_adapters``; empty without adapters and where they are disabled.
+
+    Example:
+        >>> active_adapters(nn.Linear(2, 2))
+        ()
+    """
+    found: dict[str, float] = {}
+    for submodule in module.modules():
+        scaling = getattr(submodule, "scaling", None)
+        active = getattr(submodule, "active_adapters", None)
+        if not isinstance(scaling, dict) or not isinstance(active, list):
+            continue
+        if not getattr(submodule, "_disable_adapters", False):
+            found.update((name, _adapter_weight(submodule, name)) for name in active if name in scaling)
+    return tuple(found.items())
+
+
+def _adapter_weight(layer: Any, name: str) -> float:
+    """Undo peft's scale: the weight is multiplied by alpha and divided by the rank, or by its root."""
+    try:
+        rank = layer.r[name] ** 0.5 if layer.use_rslora.get(name, False) else layer.r[name]
+        return round(float(layer.scaling[name]) * rank / layer.lora_alpha[name], 6)
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError):
+        return 1.0
+
+
 def is_inert(value: Any) -> bool:
     """Tell whether an attribute's value changes nothing: diffusers' hook registry while it holds no hook.
 

@@ -27,6 +27,7 @@ from bcg.entry import Entry, EntryKey
 from bcg.errors import BcgError, ConfigError, GuardMiss
 from bcg.graph import current_capture
 from bcg.interception import Finding
+from bcg.misses import Miss
 from bcg.module_state import ModuleState
 from bcg.module_state import describe_difference as describe_state_difference
 from bcg.proxy import ModuleProxy
@@ -168,7 +169,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         self._self_binder: CallBinder = CallBinder(module.forward)
         self._self_disabled: str | None = None
         self._self_refused = False
-        self._self_misses: OrderedDict[Signature, int] = OrderedDict()
+        self._self_misses: OrderedDict[EntryKey, Miss] = OrderedDict()
         self._self_told: set[str] = set()
         self._self_lock = _module_locks.setdefault(module, threading.RLock())
         self._self_cache = EntryCache(
@@ -383,16 +384,20 @@ class BreakableCudaGraphRunner(BaseRunner):
         return None
 
     def _note_miss(self, call: Call, key: EntryKey, guard_misses: list[str]) -> None:
-        """Count a call that is served eagerly, and explain the first of its signature."""
-        assert call.signature is not None
+        """Count a call that is served eagerly, remember whose it was, and explain the first of its signature."""
         self._self_counters.add("guard_misses" if guard_misses else "misses")
-        seen = self._self_misses.pop(call.signature, 0)
-        self._self_misses[call.signature] = seen + 1
+        miss = self._self_misses.pop(key, None)
+        if miss is None:
+            reason = _other_guard_values(guard_misses) if guard_misses else self._explain_miss(call, key)
+            miss = Miss(key.signature.summary(), reason)
+            # A module whose state moves in every call has a new key each time, and is explained once all the same.
+            is_told = any(known.signature == key.signature for known in self._self_misses)
+            if len(self._self_cache) and not is_told:
+                _log.warning("%s: %s", self._name(), reason)
+        miss.note(self.__wrapped__)
+        self._self_misses[key] = miss
         while len(self._self_misses) > _MAX_MISSES:
             self._self_misses.popitem(last=False)
-        if not seen and len(self._self_cache):
-            text = _other_guard_values(guard_misses) if guard_misses else self._explain_miss(call, key)
-            _log.warning("%s: %s", self._name(), text)
 
     # -- explicit use ----------------------------------------------------------------------------------------------
 
@@ -519,6 +524,21 @@ class BreakableCudaGraphRunner(BaseRunner):
     def rejections(self) -> Mapping[Signature, str]:
         """Why signatures were rejected."""
         return self._self_cache.rejections()
+
+    @property
+    def misses(self) -> tuple[Miss, ...]:
+        """Calls outside of a warmup window that no captured graph served, the latest signature last; bounded."""
+        return tuple(self._self_misses.values())
+
+    def forget_misses(self) -> None:
+        """Begin a new list of misses, such as after a warm-up that covered the old ones."""
+        with self._locked():
+            self._self_misses.clear()
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Different reasons for which no graph could serve a call at all, since the last reset; bounded."""
+        return tuple(sorted(self._self_told))
 
     @property
     def pool(self) -> Pool:
