@@ -1,9 +1,9 @@
 """Breakable CUDA graphs for diffusion transformers.
 
-    pipe.transformer = bcg.wrap(pipe.transformer)
-    with bcg.warmup():
-        pipe("a prompt", height=1024, width=1024)
-    pipe("another prompt", height=1024, width=1024)      # replays; the same image, bit for bit
+pipe.transformer = bcg.wrap(pipe.transformer)
+with bcg.warmup():
+    pipe("a prompt", height=1024, width=1024)
+pipe("another prompt", height=1024, width=1024)      # replays; the same image, bit for bit
 """
 
 from __future__ import annotations

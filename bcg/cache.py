@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from bcg.entry import Entry, EntryKey
+from bcg.module_state import describe_difference, moving_parts
 from bcg.signature import Signature
 
 
@@ -22,6 +23,18 @@ class VariantKey(NamedTuple):
     variant: int
 
 
+class Rejection(NamedTuple):
+    """Why a signature is not captured.
+
+    Attributes:
+        reason: Text for a person.
+        moving: What of the module's state is another with every forward.
+    """
+
+    reason: str
+    moving: frozenset[str]
+
+
 class EntryCache:
     """Keep entries, the least recently used signature going first.
 
@@ -29,7 +42,7 @@ class EntryCache:
         max_entries: Signatures kept.
         max_bytes: Device bytes of all entries together; None for no limit.
         max_rejections: Rejected signatures remembered.
-        on_evict: Called with each entry that goes, before its memory is given back.
+        on_evict: Called with each entry that makes room, before its memory is given back.
     """
 
     def __init__(
@@ -40,7 +53,7 @@ class EntryCache:
         self._max_rejections = max_rejections
         self._on_evict = on_evict
         self._variants: OrderedDict[EntryKey, list[Entry]] = OrderedDict()
-        self._rejections: OrderedDict[EntryKey, str] = OrderedDict()
+        self._rejections: OrderedDict[EntryKey, Rejection] = OrderedDict()
 
     def find(self, key: EntryKey) -> list[Entry]:
         """Return the variants of a signature, the last used first, and refresh it."""
@@ -68,6 +81,8 @@ class EntryCache:
         self._variants.move_to_end(entry.key)
         while len(self._variants) > 1 and self._is_over():
             oldest = next(iter(self._variants))
+            for gone in self._variants[oldest]:
+                self._on_evict(gone)
             self.drop(oldest)
 
     def _is_over(self) -> bool:
@@ -75,31 +90,44 @@ class EntryCache:
         return len(self._variants) > self._max_entries or over_bytes
 
     def drop(self, key: EntryKey) -> None:
-        """Evict all variants of a signature."""
+        """Give back all variants of a signature."""
         for entry in self._variants.pop(key, []):
-            self._on_evict(entry)
             entry.reset()
 
     def drop_all(self) -> None:
-        """Evict everything, and forget the rejections."""
+        """Give everything back, and forget the rejections."""
         for key in list(self._variants):
             self.drop(key)
         self._rejections.clear()
 
-    def reject(self, key: EntryKey, reason: str) -> None:
-        """Remember why a signature is not captured."""
-        self._rejections[key] = reason
+    def reject(self, key: EntryKey, reason: str, moving: frozenset[str] = frozenset()) -> None:
+        """Remember why a signature is not captured.
+
+        Args:
+            key: Signature and module state.
+            reason: Why not.
+            moving: What of the state is another with every forward: a state that differs in this alone is rejected too.
+        """
+        self._rejections[key] = Rejection(reason, moving)
         self._rejections.move_to_end(key)
         while len(self._rejections) > self._max_rejections:
             self._rejections.popitem(last=False)
 
     def rejection(self, key: EntryKey) -> str | None:
         """Return why a signature was rejected, or None."""
-        return self._rejections.get(key)
+        exact = self._rejections.get(key)
+        if exact is not None:
+            return exact.reason
+        for known, rejection in self._rejections.items():
+            if rejection.moving and known.signature == key.signature:
+                parts = moving_parts(describe_difference(known.state, key.state))
+                if parts <= rejection.moving:
+                    return rejection.reason
+        return None
 
     def rejections(self) -> dict[Signature, str]:
         """Return all remembered reasons by signature."""
-        return {key.signature: reason for key, reason in self._rejections.items()}
+        return {key.signature: rejection.reason for key, rejection in self._rejections.items()}
 
     def bytes(self) -> int:
         """Return the device bytes of all entries together."""

@@ -26,7 +26,7 @@ from bcg.entry import Entry, EntryKey, OutputTemplate
 from bcg.errors import CaptureError, GuardMiss, HostileOperationError, StateWriteError, VerificationError
 from bcg.graph import BreakableCUDAGraphCapture, EagerStep, GuardStep, same_value
 from bcg.interception import CaptureRun, DryRun, Finding, OperationFailedError, Policy
-from bcg.module_state import ModuleState, describe_difference
+from bcg.module_state import ModuleState, describe_difference, moving_parts
 from bcg.patching import broken_modules, compiled_submodules, is_torch_function, patched, resolve_function
 from bcg.python_state import PythonState, host_random_state, host_random_state_kept
 from bcg.signature import VARIABLE_POSITIONALS, Call
@@ -178,6 +178,7 @@ class Capturer:
             _log.info("%s: %s becomes an eager break, since %s", type(self._module).__name__, outer.__name__, miss)
             entry.reset()
             classes.add(outer)
+        assert miss is not None
         return self._keep_guards(call, entry, miss, classes, generators)
 
     def _keep_guards(
@@ -317,10 +318,11 @@ class Capturer:
     def _check_state(self, before: Any) -> None:
         after = self._state.key()
         if after != before:
-            lines = "; ".join(describe_difference(before, after)[:3])
+            lines = describe_difference(before, after)
             raise StateWriteError(
-                f"every forward changes Python state of the module ({lines}), which a replay would not: keep the state "
-                "outside of the module and pass it in, or name the submodule in eager_modules."
+                f"every forward changes Python state of the module ({'; '.join(lines[:3])}), which a replay would not: keep the state "
+                "outside of the module and pass it in, or name the submodule in eager_modules.",
+                moving_parts(lines),
             )
 
     def _record(self, call: Call, plan: _Plan, generators: _Generators) -> Entry:

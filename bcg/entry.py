@@ -188,6 +188,7 @@ class Entry:
 
     def reset(self) -> None:
         """Give back the graph and all memory; the entry cannot be replayed afterwards."""
+        self.pool.wait()  # a replay in flight still reads its memory
         self.graph.reset()
         self.hoists, self.externals, self.host_guards, self.written = [], (), (), ()
 

@@ -50,7 +50,15 @@ class HostileOperationError(CaptureError):
 
 
 class StateWriteError(CaptureError):
-    """The forward writes to an argument, a parameter, a buffer or Python state that outlives the call."""
+    """The forward writes to an argument, a parameter, a buffer or Python state that outlives the call.
+
+    Attributes:
+        moving: What of the module's Python state is another with every forward; empty for other writes.
+    """
+
+    def __init__(self, message: str, moving: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.moving = moving
 
 
 class SegmentLimitError(CaptureError):

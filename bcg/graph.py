@@ -253,6 +253,7 @@ class BreakableCUDAGraph:
         segments: Number of graph segments.
         breaks: Number of eager breaks.
         guards: Number of host reads that a replay makes again.
+        failed_step: The step that raised in the last replay, if any.
 
     Example:
         >>> graph = BreakableCUDAGraph()
@@ -267,6 +268,7 @@ class BreakableCUDAGraph:
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
+        self.failed_step: Step | None = None
         self._valid = False
 
     @property
@@ -294,9 +296,13 @@ class BreakableCUDAGraph:
         if not self._valid:
             raise ReplayError("this graph holds no finished capture: capture into it first, and not after reset().")
         outer, _thread.token = _thread.token, next(_tokens)
+        self.failed_step = None
         try:
             for step in self.steps:
                 step.replay()
+        except BaseException:
+            self.failed_step = step
+            raise
         finally:
             _thread.token = outer
 

@@ -208,8 +208,8 @@ class Watch:
         moves = kind is Kind.HOIST and base_name(operator) == "aten::_to_copy"
         if not moves and not any(tensor.device.type == device for tensor in inputs):
             return Kind.PLAIN  # host work on host data: not a part of the graph
-        if self.backend.reads_host_memory and not depends and kind in (Kind.BREAK, Kind.READ):
-            return Kind.PLAIN  # on a GPU this would be host data, made from constants
+        if self.backend.reads_host_memory and not depends and kind is Kind.READ:
+            return Kind.HOST  # on a GPU this would be host data, made from constants
         if kind is Kind.COLLECTIVE:
             return Kind.BREAK if self.policy.break_collectives else Kind.PLAIN
         return kind
@@ -222,6 +222,9 @@ class Watch:
                     "replace it by an operation that writes to fixed memory, or name the submodule in eager_modules."
                 )
             )
+        if kind is Kind.HOST:
+            with _torch.without_dispatch_modes():
+                return operator(*args, **kwargs)
         if kind is Kind.HOIST:
             return self._treat_hoist(operator, args, kwargs)
         if kind is Kind.READ:
@@ -359,7 +362,7 @@ class Watch:
                 continue
             self.externals.setdefault(key, tensor)
             if tensor.device.type == "cpu" and not self.backend.reads_host_memory:
-                mark = (key, tensor.storage_offset(), tensor.shape)
+                mark = (key, int(tensor.storage_offset()), tensor.shape)
                 if mark not in self.host_guards:
                     self.host_guards[mark] = HostGuard.of(tensor, where())
 
@@ -545,7 +548,7 @@ class CaptureRun(Watch):
 
 class _DispatchMode(TorchDispatchMode):
     def __init__(self, watch: Watch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
         self._watch = watch
 
     def __torch_dispatch__(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -193,6 +193,18 @@ def describe_difference(expected: StateKey, got: StateKey) -> list[str]:
     lines = list(_differences(expected._records, got._records))
     hidden = len(lines) - MAX_DIFFERENCES
     return lines if hidden <= 0 else [*lines[:MAX_DIFFERENCES], f"... and {hidden} more differences"]
+
+
+def moving_parts(lines: Iterable[str]) -> frozenset[str]:
+    """Return what `describe_difference` names in its lines, without the values.
+
+    Args:
+        lines: The lines.
+
+    Returns:
+        The names.
+    """
+    return frozenset(line.partition(": expected ")[0] for line in lines)
 
 
 def _differences(expected: Mapping[str, _Record], got: Mapping[str, _Record]) -> Iterator[str]:

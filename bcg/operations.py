@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from bcg import _torch
 
 
 class Kind(Enum):
-    """What a capture does with an operation."""
+    """What a capture does with an operation; HOST is a read of what would be host data on a GPU."""
 
     PLAIN = "captured"
     BREAK = "break"
@@ -25,6 +25,7 @@ class Kind(Enum):
     HOIST = "hoist"
     COLLECTIVE = "collective"
     FORBIDDEN = "forbidden"
+    HOST = "host"
 
 
 # Results whose shape depends on data, and solvers that wait for the device, beyond what torch tags as such.
@@ -81,7 +82,9 @@ def _index(arguments: Arguments) -> Kind:
 def _index_put(arguments: Arguments) -> Kind:
     indices, value = arguments.get("indices") or (), arguments.get("values")
     # A mask with one value from the host is a masked fill, without a look at the mask: ATen's canDispatchToMaskedFill.
-    if _has_mask(indices) and not (value.numel() == 1 and value.device.type == "cpu" and not arguments.get("accumulate")):
+    if _has_mask(indices) and not (
+        value.numel() == 1 and value.device.type == "cpu" and not arguments.get("accumulate")
+    ):
         return Kind.BREAK
     host = any(arguments.on_host(index) for index in indices) or (arguments.on_host(value) and value.dim() > 0)
     return Kind.HOIST if host else Kind.PLAIN
@@ -125,13 +128,13 @@ _RULES: Final[Mapping[str, Callable[[Arguments], Kind]]] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def base_name(operator: Any) -> str:
     """Return ``aten::index`` for every overload of an operator."""
     return _torch.operator_name(operator).split(".")[0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _fixed_kind(operator: Any) -> Kind:
     name = base_name(operator)
     if name.startswith(_COLLECTIVE_NAMESPACES):
@@ -143,6 +146,11 @@ def _fixed_kind(operator: Any) -> Kind:
     if name in READS or torch.Tag.data_dependent_output in operator.tags:
         return Kind.READ
     return Kind.PLAIN
+
+
+def is_host_read(operator: Any) -> bool:
+    """Tell whether an operation hands a tensor's value to the host, whatever its arguments are."""
+    return _fixed_kind(operator) is Kind.READ
 
 
 def classify(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> Kind:

@@ -44,7 +44,9 @@ def patched(
     with contextlib.ExitStack() as stack:
         for name, child in module.named_modules():
             if name and name in broken:
-                stack.enter_context(_replaced(child.__dict__, "forward", _sent(watch, child.forward, name, "module break")))
+                stack.enter_context(
+                    _replaced(child.__dict__, "forward", _sent(watch, child.forward, name, "module break"))
+                )
             else:
                 _patch_compiled(stack, watch, child, name)
         for name, function in functions:
@@ -75,7 +77,9 @@ def resolve_function(name: str) -> Any:
         for part in path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"eager_functions names {name!r}, which cannot be found ({error}): write package.module:function.") from error
+        raise ConfigError(
+            f"eager_functions names {name!r}, which cannot be found ({error}): write package.module:function."
+        ) from error
     return found
 
 

@@ -19,7 +19,7 @@ _RETURN_SELF = (
 )  # fmt: skip
 
 
-class ModuleProxy(wrapt.ObjectProxy):  # type: ignore[misc]
+class ModuleProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]  # generic in wrapt's stubs alone
     """Stand in for a module wherever diffusers, accelerate or peft looks at it.
 
     ``isinstance`` and ``x.__class__`` say the module's class; attribute reads and writes go to the module. What a subclass

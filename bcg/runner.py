@@ -10,7 +10,7 @@ import logging
 import threading
 import traceback
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -24,8 +24,8 @@ from bcg.cache import EntriesView, EntryCache
 from bcg.capture import Capturer, Seams
 from bcg.config import RunnerConfig
 from bcg.entry import Entry, EntryKey
-from bcg.errors import BcgError, ConfigError, GuardMiss
-from bcg.graph import current_capture
+from bcg.errors import BcgError, CaptureError, ConfigError, GuardMiss, StateWriteError
+from bcg.graph import EagerStep, current_capture
 from bcg.interception import Finding
 from bcg.misses import Miss
 from bcg.module_state import ModuleState
@@ -38,6 +38,7 @@ from bcg.warmup import Window, window_of
 
 _log = logging.getLogger("bcg")
 _MAX_MISSES = 256  # different missed signatures that are remembered and explained
+_MAX_VALUES_OF_A_NUMBER: Final = 8  # a LoRA scale has a few values, a time step has many
 _NOT_SERVED: Final = object()
 
 Prepare = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -332,6 +333,9 @@ class BreakableCudaGraphRunner(BaseRunner):
 
     def _quarantine(self, entry: Entry, error: Exception) -> None:
         """Drop a signature whose replay raised; raise the error where the device's context is dead."""
+        if isinstance(entry.graph.failed_step, EagerStep):
+            self._self_counters.add("replay_failures")
+            return  # the module's own code raised, as it will in the eager call; the graph is not to blame
         try:
             entry.pool.backend.synchronize(entry.pool.device)
         except Exception:
@@ -365,11 +369,14 @@ class BreakableCudaGraphRunner(BaseRunner):
     def _capture(self, key: EntryKey, call: Call) -> Entry | None:
         """Capture a call and keep the entry; None, with the reason remembered, where that fails."""
         reason, remember = "", True
+        moving: frozenset[str] = frozenset()
         try:
+            self._check_changing_number(key.signature)
             entry = self._capturer().capture(call)
         except Exception as error:
             reason = str(error) if isinstance(error, BcgError) else f"{type(error).__name__}: {error}"
             remember = not isinstance(error, torch.OutOfMemoryError)
+            moving = error.moving if isinstance(error, StateWriteError) else moving
             # Frames of the failed capture hold its tensors; the eager call that follows needs their memory.
             traceback.clear_frames(error.__traceback__)
         else:
@@ -379,9 +386,20 @@ class BreakableCudaGraphRunner(BaseRunner):
             return entry
         self._self_counters.add("rejections")
         if remember:
-            self._self_cache.reject(key, reason)
+            self._self_cache.reject(key, reason, moving)
         _log.warning("%s: not captured, and run eagerly: %s [%s]", self._name(), reason, key.signature.summary())
         return None
+
+    def _check_changing_number(self, signature: Signature) -> None:
+        """Refuse another capture of calls that differ in one number alone: it changes from step to step."""
+        lines = [describe_difference(entry.signature, signature) for entry in self._self_cache.entries()]
+        numbers = Counter(line[0].partition(":")[0] for line in lines if len(line) == 1)
+        for path, count in numbers.items():
+            if count >= _MAX_VALUES_OF_A_NUMBER and _is_number(signature, path):
+                raise CaptureError(
+                    f"argument `{path}` is a Python number that changes from call to call: {count} of its values are "
+                    "captured already, and every further one would need a graph of its own. Pass it as a tensor."
+                )
 
     def _note_miss(self, call: Call, key: EntryKey, guard_misses: list[str]) -> None:
         """Count a call that is served eagerly, remember whose it was, and explain the first of its signature."""
@@ -589,7 +607,6 @@ class BreakableCudaGraphRunner(BaseRunner):
     # -- small parts -----------------------------------------------------------------------------------------------
 
     def _evicting(self, entry: Entry) -> None:
-        entry.pool.wait()
         self._self_counters.add("evictions")
         _log.info("%s: evicted %r", self._name(), entry)
 
@@ -694,6 +711,11 @@ def unwrap(runner: nn.Module) -> nn.Module:
     return runner.transformer if isinstance(runner, ModuleProxy) else runner
 
 
+def _is_number(signature: Signature, path: str) -> bool:
+    named = zip(signature.structure.paths, signature.leaf_keys, strict=True)
+    return any(name == path and key[0] in (int, float) for name, key in named)
+
+
 def _other_guard_values(misses: list[str]) -> str:
     return "runs eagerly: captured, but with other values in its guards:\n  " + "\n  ".join(misses)
 
@@ -711,7 +733,7 @@ def _synthetic(value: Any, device: torch.device) -> Any:
     shape, dtype = value
     if dtype.is_floating_point:
         return torch.randn(shape, device=device).to(dtype)
-    return torch.ones(shape, dtype=dtype, device=device) if dtype == torch.bool else torch.zeros(shape, dtype=dtype, device=device)
+    return (torch.ones if dtype == torch.bool else torch.zeros)(shape, dtype=dtype, device=device)
 
 
 def _tensor_paths(signature: Signature) -> list[str]:

@@ -47,7 +47,7 @@ class _Names(threading.local):
 _names = _Names()
 
 
-class naming:  # noqa: N801 - reads as a statement: `with naming(module):`
+class naming:
     """Let `where` name the submodules of a module while a block runs on this thread."""
 
     def __init__(self, module: nn.Module) -> None:

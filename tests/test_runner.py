@@ -800,9 +800,6 @@ def test_a_write_that_outlives_the_call_rejects_with_what_is_written() -> None:
         assert words in reason
 
 
-@pytest.mark.xfail(
-    reason="a module whose state moves in every call has another key in every call, also for its rejection"
-)
 def test_a_rejected_capture_of_a_module_that_counts_its_calls_is_not_tried_again() -> None:
     runner = bcg.wrap(CountsCalls())
     with bcg.warmup():
@@ -1047,7 +1044,6 @@ def test_an_out_of_memory_error_is_not_remembered() -> None:
     check_replays(runner, lambda: (r(),))
 
 
-@pytest.mark.xfail(reason="a float that changes in every step is neither noticed nor reported at warmup")
 def test_a_python_float_that_changes_every_step_does_not_make_one_graph_per_step() -> None:
     runner = bcg.wrap(Forward(lambda x, t: x * t))
     with bcg.warmup():
@@ -1164,7 +1160,6 @@ def test_reset_forgets_rejections() -> None:
     assert runner.capture(r())
 
 
-@pytest.mark.xfail(reason="reset counts what it drops as evictions, which made no room for others")
 def test_reset_is_no_eviction(runner: Runner) -> None:
     runner.capture(torch.ones(1, 4))
     runner.reset()
@@ -1366,9 +1361,6 @@ def test_an_error_of_the_module_passes_unchanged_in_eager_in_a_capture_and_in_a_
     same(good * 2, runner(good))
 
 
-@pytest.mark.xfail(
-    reason="an error that an eager break raises by itself quarantines the signature as if CUDA had failed"
-)
 def test_an_error_of_the_module_in_a_replay_does_not_end_the_replays_of_good_inputs() -> None:
     runner = bcg.wrap(Forward(lambda x: refuse_negative(x) * 2))
     bad, good = torch.tensor([-1.0, 1.0]), torch.tensor([2.0, 1.0])

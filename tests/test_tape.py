@@ -409,9 +409,6 @@ def test_work_outside_of_the_block_is_not_recorded() -> None:
     assert graph.segments == 1
 
 
-@pytest.mark.xfail(
-    reason="only a runner's capture sees host reads: the tape bakes one in a bare block, CUDA refuses it"
-)
 def test_a_host_read_in_a_bare_block_is_refused_and_not_baked() -> None:
     x = torch.ones(2)
     with pytest.raises(bcg.CaptureError):

@@ -7,14 +7,14 @@ import gc
 import threading
 import warnings
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bcg import _torch
-from bcg.backends.base import Recording, Segment
+from bcg.backends.base import Pool, Recording, Segment
 
 _POOL_STREAMS_PER_PRIORITY = 32  # torch hands out its streams round robin: c10/cuda/CUDAStream.cpp, kStreamsPerPool
 
@@ -220,7 +220,7 @@ class CudaBackend:
     executes_while_capturing = False
     reads_host_memory = False
 
-    def create_pool(self, device: torch.device) -> CudaPool:
+    def create_pool(self, device: torch.device) -> Pool:
         """Make an empty pool on a device."""
         return CudaPool(self, _indexed(device))
 
@@ -286,7 +286,7 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
-@lru_cache(maxsize=None)
+@cache
 def _pool_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
     streams: dict[int, torch.cuda.Stream] = {}
     for priority in (0, -1):

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bcg import _torch
-from bcg.backends.base import Recording, Segment
+from bcg.backends.base import Pool, Recording, Segment
+from bcg.errors import HostileOperationError
+from bcg.operations import is_host_read
 
 # In-place operations that change a tensor object and not its memory: a replay has nothing to do.
 _METADATA_OPERATIONS = frozenset(
@@ -90,7 +92,7 @@ class _RecordingMode(TorchDispatchMode):
     operations: list[_Operation | _Constant] | None = field(default=None)
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,6 +100,12 @@ class _RecordingMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.operations is None:
             return func(*args, **kwargs)
+        if is_host_read(func):
+            raise HostileOperationError(
+                f"{_torch.operator_name(func)} reads a tensor on the host inside a graph segment, where CUDA refuses it and a "
+                "replay would not read again: read it in a function decorated with eager_on_graph, or capture with bcg.wrap, "
+                "which turns host reads into guards."
+            )
         if _torch.can_decompose(func, "cpu"):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -166,7 +174,7 @@ class TapeRecording:
 
     def open(self) -> None:
         """Enter the recording mode; it records nothing yet."""
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def begin_segment(self) -> None:
         """Begin to record."""
@@ -183,7 +191,7 @@ class TapeRecording:
 
     def close(self) -> None:
         """Leave the recording mode."""
-        self._mode.__exit__(None, None, None)
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def borrow(self, tensor: Tensor) -> Tensor:
         """Return the tensor: a tape owns all memory that it works on."""
@@ -230,7 +238,7 @@ class TapeBackend:
     executes_while_capturing = True
     reads_host_memory = True
 
-    def create_pool(self, device: torch.device) -> TapePool:
+    def create_pool(self, device: torch.device) -> Pool:
         """Make a pool."""
         return TapePool(self, device)
 
