@@ -366,7 +366,7 @@ class Capturer:
         self, capture: BreakableCUDAGraphCapture, call: Call, inputs: StaticInputs, plan: _Plan, dry: DryRun,
         args: tuple[Any, ...], kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
-        if not dry.findings and not plan.watched:
+        if not dry.findings and not dry.reads_constants and not plan.watched:
             try:
                 with capture:
                     return self._module(*args, **kwargs)

@@ -146,6 +146,7 @@ class Watch:
         self.policy = policy
         self.error: Exception | None = None
         self.random = False
+        self.reads_constants = False  # which the tape must be told apart from reads of data
         self.runs_unseen = False  # eager steps whose operations are not looked at may draw random numbers
         self.externals: dict[int, Tensor] = {}
         self.host_guards: dict[tuple[int, int, torch.Size], HostGuard] = {}
@@ -223,6 +224,7 @@ class Watch:
                 )
             )
         if kind is Kind.HOST:
+            self.reads_constants = True
             with _torch.without_dispatch_modes():
                 return operator(*args, **kwargs)
         if kind is Kind.HOIST:
