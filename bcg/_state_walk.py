@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from bcg import _torch, probes
+from bcg.proxy import ModuleProxy
 
 Token: TypeAlias = tuple[str, Any, Any]
 Entries: TypeAlias = tuple[tuple[str, Token], ...]
@@ -171,6 +172,7 @@ class Walk:
 
     def _enlist(self, module: nn.Module, path: str) -> None:
         """Give paths to a module and all below it before any attribute is read, so that references find them."""
+        module = _bare(module)
         if id(module) in self._paths:
             return
         self._paths[id(module)] = path
@@ -276,7 +278,7 @@ class Walk:
             return ("value", kind, value.name if value.name is not None else repr(value))
         if isinstance(value, nn.Module):
             self._enlist(value, path)
-            return ("same", None, self._paths[id(value)])
+            return ("same", None, self._paths[id(_bare(value))])
         if isinstance(value, Tensor):
             return self._tensor(value, kind, path, depth)
         if isinstance(value, (int, float, complex, str, bytes)):
@@ -363,7 +365,10 @@ class Walk:
         attributes = list(self._parts(kind, held, path, depth)[2])
         if isinstance(namespace, dict):
             self._watch_dict(namespace)
-            attributes += self._namespace(namespace, probes.bookkeeping_attributes(value), path, depth)
+            ignored = probes.bookkeeping_attributes(value) | {
+                name for name, part in namespace.items() if _is_default_none(value, name, part)
+            }
+            attributes += self._namespace(namespace, ignored, path, depth)
         return ("object", kind, tuple(attributes))
 
     def _namespace(self, namespace: dict[str, Any], ignored: frozenset[str], path: str, depth: int) -> Entries:
@@ -400,6 +405,11 @@ class Walk:
         (self.watched.sequences if value else self.watched.empties).append(value)
 
 
+def _bare(module: nn.Module) -> nn.Module:
+    """Return the module behind a runner: what is hooked through a runner refers to the runner."""
+    return module.transformer if isinstance(module, ModuleProxy) else module
+
+
 def _identity(value: Any) -> Token:
     return ("identity", type(value), Identity(value))
 
@@ -425,9 +435,9 @@ def _is_own_method(module: nn.Module, name: str, value: Any) -> bool:
     )
 
 
-def _is_default_none(module: nn.Module, name: str, value: Any) -> bool:
+def _is_default_none(owner: Any, name: Any, value: Any) -> bool:
     """Tell whether an instance attribute repeats the class's None, as switched-off features leave it."""
-    return value is None and getattr(type(module), name, module) is None
+    return value is None and isinstance(name, str) and getattr(type(owner), name, owner) is None
 
 
 def _plain_text(value: Any) -> Any:
