@@ -18,6 +18,7 @@ from bcg.errors import (
     BcgError,
     CaptureError,
     ConfigError,
+    DoesNotPayError,
     GuardMiss,
     HostileOperationError,
     NestedCaptureError,
@@ -40,7 +41,8 @@ from bcg.report import CaptureReport, inspect
 from bcg.runner import BaseRunner, BreakableCudaGraphRunner, EagerRunner, unwrap, wrap
 from bcg.signature import Signature, TensorSpec, register_key, unregister_key
 from bcg.stats import RunnerStats
-from bcg.warmup import Window, in_warmup, open_window
+from bcg.warmup import Window, in_warmup
+from bcg.warmup import open_window as _open_window
 
 __version__ = "0.1.0"
 
@@ -60,7 +62,7 @@ def warmup(runner: BreakableCudaGraphRunner | None = None) -> contextlib.Abstrac
         ...     in_warmup()
         True
     """
-    return open_window(None if runner is None else runner._self_identity)
+    return _open_window(None if runner is None else runner._self_identity)
 
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "CaptureError",
     "CaptureReport",
     "ConfigError",
+    "DoesNotPayError",
     "EagerRunner",
     "EntriesView",
     "Entry",

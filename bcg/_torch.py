@@ -247,3 +247,31 @@ def compiled_attribute(module: torch.nn.Module) -> str | None:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Tell whether torch.compile stands between a call of a module and its forward."""
     return compiled_attribute(module) is not None
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs torch.compile has made in this process; no public counter tells."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+@contextlib.contextmanager
+def raised_recompile_limit(limit: int = 256) -> Iterator[None]:
+    """Let one function be compiled for many shapes; at torch's limit of 8 a fullgraph function raises."""
+    import torch._dynamo.config as dynamo_config
+
+    names = [name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(dynamo_config, name)]
+    changes = {name: max(limit, getattr(dynamo_config, name)) for name in names}
+    with dynamo_config.patch(**changes):
+        yield
+
+
+def graph_break_errors() -> tuple[type[Exception], ...]:
+    """Return what torch.compile raises where ``fullgraph=True`` meets code that it cannot compile in one graph."""
+    from torch._dynamo import exc
+
+    return (exc.Unsupported, exc.UserError)

@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from bcg import _torch, trees
 from bcg.ambient import ambient_state
 from bcg.backends import Backend, Pool
+from bcg.compilation import Compiler
 from bcg.config import RunnerConfig
 from bcg.entry import Entry, EntryKey, OutputTemplate
 from bcg.errors import CaptureError, GuardMiss, HostileOperationError, StateWriteError, VerificationError
@@ -94,6 +95,8 @@ class Capturer:
         self._pool = pool
         self._arena = arena
         self._seams = seams
+        self._compiler = Compiler(module, device, config)
+        self._compiles = False
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}  # of eager modules, which may write to them, with copies
         self._unsettled: list[Any] = []  # the result of a first forward that changed Python state
         functions = {name: resolve_function(name) for name in config.eager_functions}
@@ -104,11 +107,12 @@ class Capturer:
     def _backend(self) -> Backend:
         return self._pool.backend
 
-    def capture(self, call: Call) -> Entry:
+    def capture(self, call: Call, *, compiled: bool = False) -> Entry:
         """Capture a call.
 
         Args:
             call: A call with a signature.
+            compiled: Compile what the config says, and capture that.
 
         Returns:
             The entry, verified as the config asks.
@@ -118,6 +122,15 @@ class Capturer:
             Exception: What the module itself raises passes unchanged.
         """
         started = time.perf_counter()
+        self._compiles = compiled
+        with self._compiler.session() if compiled else contextlib.nullcontext():
+            entry = self._capture(call)
+        # The key is what later calls find: torch orders its attention kernels in the first call of a process.
+        entry.key = EntryKey(entry.signature.under(ambient_state()), entry.key.state)
+        entry.capture_s = time.perf_counter() - started
+        return entry
+
+    def _capture(self, call: Call) -> Entry:
         before = PythonState(self._module)
         generators = self._backend.generator_states(self._pool.device)
         try:
@@ -130,10 +143,19 @@ class Capturer:
             self._unsettled.clear()
             self._put_back(generators)
             self._buffers.clear()
-        # The key is what later calls find: torch orders its attention kernels in the first call of a process.
-        entry.key = EntryKey(entry.signature.under(ambient_state()), entry.key.state)
-        entry.capture_s = time.perf_counter() - started
         return entry
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Let Python state and random number generators stand, after a block, where they stood before it."""
+        before = PythonState(self._module)
+        generators = self._backend.generator_states(self._pool.device)
+        try:
+            with host_random_state_kept():
+                yield
+        finally:
+            before.restore()
+            self._put_back(generators)
 
     def observe(self, call: Call) -> list[Finding]:
         """Run a call's forward twice without capturing, and return what the second met.
@@ -243,7 +265,8 @@ class Capturer:
             functions=self._torch_functions,
             break_collectives=self._config.collectives == "break",
         )
-        return _Plan(policy, broken_modules(self._module, self._config.eager_modules, classes))
+        broken = broken_modules(self._module, self._config.eager_modules, classes)
+        return _Plan(policy, broken, self._compiler.forwards() if self._compiles else {})
 
     def _keep_buffers(self, plan: _Plan) -> None:
         """Copy the buffers of eager modules before the first forward in which nobody watches these."""
@@ -313,7 +336,7 @@ class Capturer:
             self._unsettled.append(result)
 
     def _patched(self, watch: Any, plan: _Plan) -> contextlib.AbstractContextManager[None]:
-        return patched(watch, self._module, plan.broken, self._functions)
+        return patched(watch, self._module, plan.broken, self._functions, plan.compiled)
 
     def _check_state(self, before: Any) -> None:
         after = self._state.key()
@@ -416,7 +439,7 @@ class Capturer:
 
     def _is_close(self) -> bool:
         if self._config.verify == "auto":
-            return bool(compiled_submodules(self._module))
+            return self._compiles or bool(compiled_submodules(self._module))
         return self._config.verify == "close"
 
 
@@ -426,6 +449,7 @@ class _Plan:
 
     policy: Policy
     broken: frozenset[str]
+    compiled: Mapping[str, Callable[..., Any]]
     watched: bool = False
 
 

@@ -56,6 +56,7 @@ _RATIO: Final = _Form(
     float,
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0,
 )
+_TEXT: Final = _Form("text", str, lambda value: isinstance(value, str) and bool(value))
 _NAMES: Final = _Form(
     "names separated by commas",
     _parse_names,
@@ -91,6 +92,18 @@ class RunnerConfig:
         eager_modules: Patterns of submodule names that run as eager breaks (``fnmatch``: ``*.ff_i``).
         eager_functions: Functions, as ``package.module:function``, that run as eager breaks.
         module_breaks: Turn a submodule into an eager break when its host reads change with the content.
+        compile: ``off``; ``blocks`` compiles every repeated block class for captures; ``model`` the whole forward. Results
+            are then close to eager, not equal; eager calls stay uncompiled.
+        compile_mode: torch.compile's mode; one that makes CUDA graphs of its own is refused.
+        compile_backend: torch.compile's backend.
+        compile_dynamic: ``auto`` (static shapes first, one dynamic version when another shape comes), ``yes`` or ``no``.
+        compile_cache: Directory for torch's portable compile artifacts, so that the next process starts without
+            compiling; None for none.
+        autotune: Time eager and each way to replay at capture, and keep the fastest. Never on the tape.
+        min_speedup: Eager over replay time below which an entry is dropped; None for 1.02 where autotuning is on, and
+            for no limit where it is off.
+        autotune_cache: Reuse stored choices; where false, measure afresh and store under ``runs/``.
+        cache_dir: Directory of stored choices; None for ``$XDG_CACHE_HOME/bcg`` or ``~/.cache/bcg``.
         capture_error_mode: CUDA's stream capture mode: ``thread_local``, ``relaxed`` or ``global``.
         debug: Log more facts. Never changes behaviour.
 
@@ -116,6 +129,15 @@ class RunnerConfig:
     eager_modules: tuple[str, ...] = _option((), _NAMES)
     eager_functions: tuple[str, ...] = _option((), _NAMES)
     module_breaks: bool = _option(True, _BOOL)
+    compile: str = _option("off", _choice("off", "blocks", "model"))
+    compile_mode: str = _option("default", _choice("default", "max-autotune-no-cudagraphs"))
+    compile_backend: str = _option("inductor", _TEXT)
+    compile_dynamic: str = _option("auto", _choice("auto", "yes", "no"))
+    compile_cache: str | None = _option(None, _optional(_TEXT))
+    autotune: bool = _option(False, _BOOL)
+    min_speedup: float | None = _option(None, _optional(_RATIO))
+    autotune_cache: bool = _option(True, _BOOL)
+    cache_dir: str | None = _option(None, _optional(_TEXT))
     capture_error_mode: str = _option("thread_local", _choice("thread_local", "relaxed", "global"))
     debug: bool = _option(False, _BOOL)
 

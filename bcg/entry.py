@@ -99,6 +99,7 @@ class Entry:
         pool_bytes: Bytes by which the capture made the pool grow.
         verified: ``exact``, ``close``, or why the entry was not verified on fresh inputs.
         hits: Calls that it has served.
+        choice: What autotuning measured; None where it did not run.
     """
 
     key: EntryKey
@@ -117,6 +118,7 @@ class Entry:
     pool_bytes: int = 0
     verified: str = "not yet"
     hits: int = 0
+    choice: Any = None
 
     @property
     def signature(self) -> Signature:

@@ -9,7 +9,8 @@ BcgError
 │   ├── HostileOperationError    an operation cannot be captured and cannot be worked around
 │   ├── StateWriteError          the forward writes to something that outlives the call
 │   ├── SegmentLimitError        more segments than ``max_segments``
-│   └── VerificationError        the captured entry does not reproduce eager
+│   ├── VerificationError        the captured entry does not reproduce eager
+│   └── DoesNotPayError          eager is as fast as the captured entry
 ├── ReplayError            a captured graph could not be replayed
 │   └── GuardMiss                a recorded host value or shape is another one now
 └── PlanError              a warm-up plan cannot be run as asked
@@ -67,6 +68,10 @@ class SegmentLimitError(CaptureError):
 
 class VerificationError(CaptureError):
     """A captured entry, replayed on fresh inputs, does not reproduce eager."""
+
+
+class DoesNotPayError(CaptureError):
+    """A captured entry is not faster than eager by ``min_speedup``, so it is not kept."""
 
 
 class ReplayError(BcgError, RuntimeError):

@@ -20,6 +20,7 @@ MAX_CALLERS: Final = 8
 _MAX_LOOKS: Final = 64
 _MAX_FRAMES: Final = 64
 _MAX_ITEMS: Final = 64
+_ENCODED: Final = ("prompt_embeds", "prompt_attention_mask")
 _PLAIN: Final = (bool, int, float, type(None))
 
 
@@ -30,7 +31,8 @@ class CallerArguments:
     Attributes:
         values: The caller's parameters that are plain numbers, booleans, None or lists of them, by name, and its local
             variable ``batch_size``.
-        shapes: Shapes of its parameters that are tensors, or of the first of a list of tensors.
+        shapes: Shapes of its parameters that are tensors, or of the first of a list of tensors, and of its local
+            variables with the text encoder's results.
         ones: For each mask among them, how many ones its fullest row has.
         given: Names of parameters that are text or lists of text, which are not kept.
         adapters: The module's active LoRA adapters and their weights.
@@ -120,7 +122,8 @@ def _is_pipeline(owner: object) -> bool:
 
 def _describe(frame: FrameType, adapters: tuple[tuple[str, float], ...]) -> CallerArguments:
     code, found = frame.f_code, frame.f_locals
-    names = [*code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount], "batch_size"]
+    names = {*code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount], "batch_size"}
+    names.update(name for name in found if name.removeprefix("negative_").startswith(_ENCODED))
     arguments = {name: found[name] for name in sorted(names) if name in found}
     tensors = {name: tensor for name, value in arguments.items() if (tensor := _tensor_in(value)) is not None}
     return CallerArguments(

@@ -12,7 +12,7 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,11 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def patched(
-    watch: Watch, module: nn.Module, broken: Collection[str], functions: Collection[tuple[str, Any]]
+    watch: Watch,
+    module: nn.Module,
+    broken: Collection[str],
+    functions: Collection[tuple[str, Any]],
+    compiled: Mapping[str, Callable[..., Any]],
 ) -> Iterator[None]:
     """Send calls of some submodules and functions to a watch while a block runs.
 
@@ -37,6 +41,7 @@ def patched(
         module: The module that is captured.
         broken: Names of submodules that are to be eager breaks.
         functions: Names and Python functions that are to be eager breaks.
+        compiled: By the names of submodules (the module itself is the empty name), what runs in place of their forwards.
 
     Yields:
         Nothing; the patches are undone when the block ends.
@@ -47,6 +52,9 @@ def patched(
                 stack.enter_context(
                     _replaced(child.__dict__, "forward", _sent(watch, child.forward, name, "module break"))
                 )
+            elif name in compiled:
+                send = _sent(watch, child.forward, name or type(child).__name__, "compiled", compiled[name])
+                stack.enter_context(_replaced(child.__dict__, "forward", send))
             else:
                 _patch_compiled(stack, watch, child, name)
         for name, function in functions:
@@ -110,14 +118,17 @@ def _patch_function(stack: contextlib.ExitStack, function: Any, send: Callable[.
             stack.enter_context(_replaced(namespace, name, send))
 
 
-def _sent(watch: Watch, original: Callable[..., Any], name: str, kind: str) -> Callable[..., Any]:
+def _sent(
+    watch: Watch, original: Callable[..., Any], name: str, kind: str, substitute: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return what sends a call on: to the watch on the thread that captures, to the original on any other."""
     owner = threading.get_ident()
 
     @functools.wraps(original)
     def send(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != owner or not watch.active():
             return original(*args, **kwargs)
-        return watch.opaque(original, args, kwargs, name=name, place=where(), kind=kind)
+        return watch.opaque(substitute or original, args, kwargs, name=name, place=where(), kind=kind)
 
     return send
 

@@ -6,12 +6,13 @@ The path of a call is `BreakableCudaGraphRunner.__call__`, read from top to bott
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import traceback
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from bcg import probes
 from bcg.ambient import ambient_refusal
+from bcg.autotune import Tuner
 from bcg.backends import Pool, backend_for
 from bcg.cache import EntriesView, EntryCache
 from bcg.capture import Capturer, Seams
@@ -34,7 +36,7 @@ from bcg.proxy import ModuleProxy
 from bcg.signature import Call, CallBinder, Signature, TensorSpec, describe_difference, distance
 from bcg.static_inputs import StaticArena
 from bcg.stats import Counters, RunnerStats
-from bcg.warmup import Window, window_of
+from bcg.warmup import Window, open_window, window_of
 
 _log = logging.getLogger("bcg")
 _MAX_MISSES = 256  # different missed signatures that are remembered and explained
@@ -87,6 +89,36 @@ class BaseRunner(ModuleProxy):
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._self_counters.add("eager_calls")
         return self.__wrapped__(*args, **kwargs)
+
+    def warmup(self, specs: Sequence[Mapping[str, Any]] = ()) -> bool:
+        """Warm the module up once: a dummy run of each spec inside a window of this runner.
+
+        What the first calls of a process cost (kernel selection, handles, compiling, captures, autotuning) is paid here.
+        Where there are ranks, they wait for each other before.
+
+        Args:
+            specs: As in `dummy_run`, the largest first.
+
+        Returns:
+            Whether it ran; False where it had run before.
+
+        Example:
+            >>> import bcg
+            >>> runner = bcg.wrap(torch.nn.Linear(4, 2).requires_grad_(False))
+            >>> runner.warmup([{"input": ((3, 4), torch.float32)}]), runner.warmup()
+            (True, False)
+        """
+        if self._self_warmed_up:
+            return False
+        self._self_warmed_up = True
+        self._wait_for_ranks()
+        with open_window(self._self_identity):
+            for spec in specs:
+                self.dummy_run(spec)
+        return True
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until all ranks are here; a runner without ranks has nothing to wait for."""
 
     def dummy_run(self, spec: Mapping[str, Any]) -> Any:
         """Call the module with synthetic inputs.
@@ -202,6 +234,10 @@ class BreakableCudaGraphRunner(BaseRunner):
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (args, kwargs) if self._self_prepare is None else self._self_prepare(args, kwargs)
+
+    def _wait_for_ranks(self) -> None:
+        if self._self_seams.barrier is not None:
+            self._self_seams.barrier()
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Bind the call to forward's parameters and key it; None where it does not bind or graphs are off."""
@@ -372,7 +408,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         moving: frozenset[str] = frozenset()
         try:
             self._check_changing_number(key.signature)
-            entry = self._capturer().capture(call)
+            entry = self._capture_as_configured(call)
         except Exception as error:
             reason = str(error) if isinstance(error, BcgError) else f"{type(error).__name__}: {error}"
             remember = not isinstance(error, torch.OutOfMemoryError)
@@ -389,6 +425,17 @@ class BreakableCudaGraphRunner(BaseRunner):
             self._self_cache.reject(key, reason, moving)
         _log.warning("%s: not captured, and run eagerly: %s [%s]", self._name(), reason, key.signature.summary())
         return None
+
+    def _capture_as_configured(self, call: Call) -> Entry:
+        """Capture a call: compiled or not as the config says, or as autotuning finds best on a GPU."""
+        capturer, config = self._capturer(), self._self_config
+        tunes = (config.autotune or config.min_speedup is not None) and not self._self_backend.executes_while_capturing
+        if not tunes:
+            return capturer.capture(call, compiled=config.compile != "off")
+        if self._self_tuner is None:
+            elapsed_ms = functools.partial(self._self_backend.elapsed_ms, capturer.device)
+            self._self_tuner = Tuner(self.__wrapped__, capturer, config, elapsed_ms)
+        return self._self_tuner.capture(call)
 
     def _check_changing_number(self, signature: Signature) -> None:
         """Refuse another capture of calls that differ in one number alone: it changes from step to step."""
@@ -581,6 +628,7 @@ class BreakableCudaGraphRunner(BaseRunner):
     def _make_capturer(self) -> None:
         device = _device_of(self.__wrapped__)
         self._self_pool = self._pool_on(device)
+        self._self_tuner: Tuner | None = None
         self._self_backend = self._self_pool.backend
         self._self_capturer = Capturer(
             self.__wrapped__, device, self._self_state, self._self_config, self._self_pool, self._self_arena,

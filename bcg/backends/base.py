@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -96,6 +97,9 @@ class Backend(Protocol):
 
     def is_capturing(self) -> bool:
         """Tell whether this thread's work is being captured now, by whomever."""
+
+    def elapsed_ms(self, device: torch.device, function: Callable[[], Any]) -> float:
+        """Run a function and return the milliseconds until the device has finished it."""
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for the device; raises where its context is dead."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bcg import _torch
-from bcg.backends.base import Pool, Recording, Segment
+from bcg.backends.base import Backend, Pool, Recording, Segment
 
 _POOL_STREAMS_PER_PRIORITY = 32  # torch hands out its streams round robin: c10/cuda/CUDAStream.cpp, kStreamsPerPool
 
@@ -47,7 +48,7 @@ class CudaPool:
     """
 
     def __init__(self, backend: CudaBackend, device: torch.device) -> None:
-        self.backend = backend
+        self.backend: Backend = backend
         self.device = device
         self.lock = threading.RLock()
         self.live_segments = 0
@@ -232,6 +233,14 @@ class CudaBackend:
     def is_capturing(self) -> bool:
         """Tell whether the current stream is being captured."""
         return torch.cuda.is_current_stream_capturing()
+
+    def elapsed_ms(self, device: torch.device, function: Callable[[], Any]) -> float:
+        """Run a function from an idle device and return the milliseconds until the device has finished it."""
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        function()
+        torch.cuda.synchronize(device)
+        return (time.perf_counter() - started) * 1e3
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for the device."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bcg import _torch
-from bcg.backends.base import Pool, Recording, Segment
+from bcg.backends.base import Backend, Pool, Recording, Segment
 from bcg.errors import HostileOperationError
 from bcg.operations import is_host_read
 
@@ -202,7 +203,7 @@ class TapePool:
     """The tape's pool: operations keep their memory, so there is only the lock."""
 
     def __init__(self, backend: TapeBackend, device: torch.device) -> None:
-        self.backend = backend
+        self.backend: Backend = backend
         self.device = device
         self.lock = threading.RLock()
 
@@ -249,6 +250,12 @@ class TapeBackend:
     def is_capturing(self) -> bool:
         """Return False: nobody but bcg captures on the host."""
         return False
+
+    def elapsed_ms(self, device: torch.device, function: Callable[[], Any]) -> float:
+        """Run a function and return the milliseconds that it took."""
+        started = time.perf_counter()
+        function()
+        return (time.perf_counter() - started) * 1e3
 
     def synchronize(self, device: torch.device) -> None:
         """Do nothing: host execution has finished."""
