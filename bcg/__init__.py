@@ -9,6 +9,8 @@ pipe("another prompt", height=1024, width=1024)      # replays; the same image, 
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from bcg.cache import EntriesView, VariantKey
 from bcg.config import RunnerConfig
@@ -37,12 +39,16 @@ from bcg.graph import (
     replay_token,
 )
 from bcg.interception import Finding
+from bcg.misses import CallerArguments, Miss
 from bcg.report import CaptureReport, inspect
 from bcg.runner import BaseRunner, BreakableCudaGraphRunner, EagerRunner, unwrap, wrap
 from bcg.signature import Signature, TensorSpec, register_key, unregister_key
 from bcg.stats import RunnerStats
 from bcg.warmup import Window, in_warmup
 from bcg.warmup import open_window as _open_window
+
+if _TYPE_CHECKING:
+    from bcg.pipelines.plan import WarmupPlan as _WarmupPlan
 
 __version__ = "0.1.0"
 
@@ -65,6 +71,20 @@ def warmup(runner: BreakableCudaGraphRunner | None = None) -> contextlib.Abstrac
     return _open_window(None if runner is None else runner._self_identity)
 
 
+def plan_from_misses(pipe: _Any) -> _WarmupPlan:
+    """Make the next warmup plan of a wrapped pipeline: the requests whose calls ran eagerly for want of a graph.
+
+    Args:
+        pipe: A pipeline that `bcg.pipelines.wrap_pipeline` wrapped.
+
+    Returns:
+        The plan; empty where nothing missed since the last `bcg.pipelines.warm.warm`. It can be saved as JSON.
+    """
+    from bcg.pipelines.misses import plan_from_misses as plan
+
+    return plan(pipe)
+
+
 __all__ = [
     "BackendError",
     "BaseRunner",
@@ -72,6 +92,7 @@ __all__ = [
     "BreakableCUDAGraph",
     "BreakableCUDAGraphCapture",
     "BreakableCudaGraphRunner",
+    "CallerArguments",
     "CaptureError",
     "CaptureReport",
     "ConfigError",
@@ -83,6 +104,7 @@ __all__ = [
     "Finding",
     "GuardMiss",
     "HostileOperationError",
+    "Miss",
     "NestedCaptureError",
     "NotAModuleError",
     "PlanError",
@@ -100,6 +122,7 @@ __all__ = [
     "eager_on_graph",
     "in_warmup",
     "inspect",
+    "plan_from_misses",
     "register_key",
     "replay_token",
     "unregister_key",

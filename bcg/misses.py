@@ -20,7 +20,9 @@ MAX_CALLERS: Final = 8
 _MAX_LOOKS: Final = 64
 _MAX_FRAMES: Final = 64
 _MAX_ITEMS: Final = 64
-_ENCODED: Final = ("prompt_embeds", "prompt_attention_mask")
+_ENCODED: Final = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_", "text_hiddens", "uncond_text_hiddens")
+"""How diffusers' pipelines name what their text encoders give, where it is no parameter of the call."""
+_MAX_ROWS: Final = 16
 _PLAIN: Final = (bool, int, float, type(None))
 
 
@@ -33,14 +35,14 @@ class CallerArguments:
             variable ``batch_size``.
         shapes: Shapes of its parameters that are tensors, or of the first of a list of tensors, and of its local
             variables with the text encoder's results.
-        ones: For each mask among them, how many ones its fullest row has.
+        ones: For each mask among them, how many ones each row has; bounded.
         given: Names of parameters that are text or lists of text, which are not kept.
         adapters: The module's active LoRA adapters and their weights.
     """
 
     values: tuple[tuple[str, Any], ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    ones: tuple[tuple[str, int], ...] = ()
+    ones: tuple[tuple[str, tuple[int, ...]], ...] = ()
     given: tuple[str, ...] = ()
     adapters: tuple[tuple[str, float], ...] = ()
 
@@ -123,13 +125,13 @@ def _is_pipeline(owner: object) -> bool:
 def _describe(frame: FrameType, adapters: tuple[tuple[str, float], ...]) -> CallerArguments:
     code, found = frame.f_code, frame.f_locals
     names = {*code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount], "batch_size"}
-    names.update(name for name in found if name.removeprefix("negative_").startswith(_ENCODED))
+    names.update(name for name in found if name.startswith(_ENCODED))
     arguments = {name: found[name] for name in sorted(names) if name in found}
     tensors = {name: tensor for name, value in arguments.items() if (tensor := _tensor_in(value)) is not None}
     return CallerArguments(
         values=tuple((name, _frozen(value)) for name, value in arguments.items() if _is_plain(value)),
         shapes=tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items()),
-        ones=tuple((name, _most_ones(tensor)) for name, tensor in tensors.items() if "mask" in name and tensor.ndim),
+        ones=tuple((name, _ones(tensor)) for name, tensor in tensors.items() if "mask" in name and tensor.ndim),
         given=tuple(name for name, value in arguments.items() if _is_text(value)),
         adapters=adapters,
     )
@@ -157,5 +159,5 @@ def _tensor_in(value: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _most_ones(mask: torch.Tensor) -> int:
-    return int((mask != 0).sum(-1).max())
+def _ones(mask: torch.Tensor) -> tuple[int, ...]:
+    return tuple((mask != 0).sum(-1).flatten()[-_MAX_ROWS:].tolist())

@@ -118,7 +118,7 @@ def _adapter_weight(layer: Any, name: str) -> float:
     """Undo peft's scale: the weight is multiplied by alpha and divided by the rank, or by its root."""
     try:
         rank = layer.r[name] ** 0.5 if layer.use_rslora.get(name, False) else layer.r[name]
-        return round(float(layer.scaling[name]) * rank / layer.lora_alpha[name], 6)
+        return round(float(layer.scaling[name] * rank / layer.lora_alpha[name]), 6)
     except (AttributeError, KeyError, TypeError, ZeroDivisionError):
         return 1.0
 
