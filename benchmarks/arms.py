@@ -214,11 +214,13 @@ class BcgArm(Arm):
     """Wrap the module with bcg."""
 
     name = "bcg"
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, module: nn.Module, dynamic: bool | None) -> None:
         super().__init__(module, dynamic)
         self._bcg: Any = importlib.import_module("bcg")
-        self._runner: Any = self._bcg.wrap(module)
+        shapes = {None: "auto", True: "yes", False: "no"}[dynamic]
+        self._runner: Any = self._bcg.wrap(module, compile_dynamic=shapes, **self.options)
 
     def start(self, shape: str, call: Call) -> Any:
         """Make the first call inside the warmup window."""
@@ -272,24 +274,12 @@ class BlocksArm(Arm):
 
 
 class BcgBlocksArm(BcgArm):
-    """Wrap the module with bcg while its blocks are compiled."""
+    """Wrap the module with bcg, which compiles its blocks for captures alone."""
 
     name = "bcg_blocks"
     exact = False
     settling = 2
-
-    def __init__(self, module: nn.Module, dynamic: bool | None) -> None:
-        super().__init__(module, dynamic)
-        self._blocks = CompiledBlocks(module, dynamic)
-
-    def active(self) -> contextlib.AbstractContextManager[None]:
-        """Run with the compiled blocks in place."""
-        return self._blocks.active()
-
-    def close(self) -> None:
-        """Drop the runner's entries and the compiled code."""
-        super().close()
-        self._blocks.close()
+    options: ClassVar[dict[str, Any]] = {"compile": "blocks"}
 
 
 class CompileArm(Arm):
