@@ -11,8 +11,8 @@ _FLOAT_MASK: Final = "the mask is added to the attention's logits as zeros and o
 _SQUARE: Final = (Request(height=1024, width=1024),)
 
 
-def _text(reason: str, length: int | None = None) -> TextInputs:
-    stream = TextStream(names=("encoder_hidden_states",))
+def _text(reason: str, length: int | None = None, names: tuple[str, ...] = ("encoder_hidden_states",)) -> TextInputs:
+    stream = TextStream(names=names)
     return TextInputs(streams=(stream,), varies=length is None, default_length=length, reason=reason)
 
 
@@ -88,7 +88,11 @@ FAMILIES: Final = (
     Family(
         name="HiDream",
         pipelines=("HiDreamImagePipeline",),
-        text=_text(f"{_NO_MASK}, and the experts count tokens", 128),
+        text=_text(
+            f"{_NO_MASK}, and the experts count tokens",
+            128,
+            ("encoder_hidden_states_t5", "encoder_hidden_states_llama3"),
+        ),
         default_requests=_SQUARE,
     ),
     Family(
