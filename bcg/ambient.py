@@ -7,8 +7,9 @@ call for each flag.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._device import DeviceContext
 
 from bcg import _torch
 
-__all__ = ["AmbientState", "ambient_refusal", "ambient_state", "describe"]
+__all__ = ["AmbientState", "ambient_refusal", "ambient_state", "call_scope", "describe"]
 
 AmbientState: TypeAlias = tuple[Any, ...]
 
@@ -111,6 +112,58 @@ _TRANSFORMS: Final[tuple[tuple[Callable[[], bool], str], ...]] = (
     (lambda: _torch.forward_ad_level() >= 0, "inside of forward-mode differentiation, which a replay would bypass"),
     (_torch.saved_tensor_hooks_active, "under saved-tensor hooks, which a replay would bypass"),
 )
+
+
+@contextlib.contextmanager
+def call_scope(state: AmbientState) -> Iterator[None]:
+    """Run a block under the modes that surrounded a call, as far as they belong to the caller.
+
+    These are gradient and inference mode, autocast, and a default device. Flags of the whole process, such as TF32 or
+    the SDPA backends, stay as they are now: the next calls will find them so.
+
+    Args:
+        state: What `ambient_state` returned in the call.
+
+    Example:
+        >>> with torch.inference_mode():
+        ...     inside = ambient_state()
+        >>> with call_scope(inside):
+        ...     ambient_state() == inside
+        True
+    """
+    flags = dict(zip(_NAMES, state, strict=True))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(flags["inference mode"]))
+        stack.enter_context(torch.set_grad_enabled(flags["gradients"]))
+        if flags["default device"] not in (None, _default_device()):
+            stack.enter_context(flags["default device"])
+        stack.enter_context(_autocast_as(flags))
+        yield
+
+
+@contextlib.contextmanager
+def _autocast_as(flags: dict[str, Any]) -> Iterator[None]:
+    """Set autocast flag by flag: the public context manager would also end the caller's cache of casted weights."""
+    before, cache = dict(zip(_NAMES, ambient_state(), strict=True)), torch.is_autocast_cache_enabled()
+    _set_autocast(flags)
+    try:
+        yield
+    finally:
+        _set_autocast(before)
+        torch.set_autocast_cache_enabled(cache)
+
+
+def _set_autocast(flags: dict[str, Any]) -> None:
+    state = flags["autocast"]
+    *enabled, cache = state if isinstance(state, tuple) else ("with cache",)
+    dtypes = {"cpu": flags["autocast dtype of cpu"], "cuda": flags["autocast dtype of cuda"], **dict(enabled)}
+    for device_type, dtype in dtypes.items():
+        torch.set_autocast_dtype(device_type, dtype)
+    for device_type in _torch.autocast_device_types():
+        if torch.is_autocast_enabled(device_type) != (device_type in dict(enabled)):
+            torch.set_autocast_enabled(device_type, device_type in dict(enabled))
+    if enabled:
+        torch.set_autocast_cache_enabled(cache == "with cache")
 
 
 def describe(expected: AmbientState, got: AmbientState) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -43,25 +44,34 @@ class EntryCache:
         max_bytes: Device bytes of all entries together; None for no limit.
         max_rejections: Rejected signatures remembered.
         on_evict: Called with each entry that makes room, before its memory is given back.
+        shared_bytes: Returns the device bytes that entries share, which an eviction may not give back.
     """
 
     def __init__(
-        self, max_entries: int, max_bytes: int | None, max_rejections: int, on_evict: Callable[[Entry], None]
+        self,
+        max_entries: int,
+        max_bytes: int | None,
+        max_rejections: int,
+        on_evict: Callable[[Entry], None],
+        shared_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._max_rejections = max_rejections
         self._on_evict = on_evict
+        self._shared_bytes = shared_bytes
+        self._lock = threading.Lock()  # for readers that do not wait until a capture is over
         self._variants: OrderedDict[EntryKey, list[Entry]] = OrderedDict()
         self._rejections: OrderedDict[EntryKey, Rejection] = OrderedDict()
 
     def find(self, key: EntryKey) -> list[Entry]:
         """Return the variants of a signature, the last used first, and refresh it."""
-        variants = self._variants.get(key)
-        if variants is None:
-            return []
-        self._variants.move_to_end(key)
-        return variants
+        with self._lock:
+            variants = self._variants.get(key)
+            if variants is None:
+                return []
+            self._variants.move_to_end(key)
+            return variants
 
     def peek(self, key: EntryKey) -> list[Entry]:
         """Return the variants of a signature without refreshing it."""
@@ -77,27 +87,34 @@ class EntryCache:
     def add(self, entry: Entry) -> None:
         """Keep an entry; evict the least recently used ones beyond the bounds."""
         self._rejections.pop(entry.key, None)
-        self._variants.setdefault(entry.key, []).insert(0, entry)
-        self._variants.move_to_end(entry.key)
-        while len(self._variants) > 1 and self._is_over():
+        with self._lock:
+            self._variants.setdefault(entry.key, []).insert(0, entry)
+            self._variants.move_to_end(entry.key)
+        while len(self._variants) > 1 and (len(self._variants) > self._max_entries or self.is_over_bytes()):
             oldest = next(iter(self._variants))
             for gone in self._variants[oldest]:
                 self._on_evict(gone)
             self.drop(oldest)
 
-    def _is_over(self) -> bool:
-        over_bytes = self._max_bytes is not None and self.bytes() > self._max_bytes
-        return len(self._variants) > self._max_entries or over_bytes
+    def is_over_bytes(self) -> bool:
+        """Tell whether more bytes are held than the limit allows."""
+        return self._max_bytes is not None and self.bytes() > self._max_bytes
 
     def drop(self, key: EntryKey) -> None:
         """Give back all variants of a signature."""
-        for entry in self._variants.pop(key, []):
+        with self._lock:
+            variants = self._variants.pop(key, [])
+        for entry in variants:
             entry.reset()
+
+    def drop_entries(self) -> None:
+        """Give everything back."""
+        for key in list(self._variants):
+            self.drop(key)
 
     def drop_all(self) -> None:
         """Give everything back, and forget the rejections."""
-        for key in list(self._variants):
-            self.drop(key)
+        self.drop_entries()
         self._rejections.clear()
 
     def reject(self, key: EntryKey, reason: str, moving: frozenset[str] = frozenset()) -> None:
@@ -130,16 +147,17 @@ class EntryCache:
         return {key.signature: rejection.reason for key, rejection in self._rejections.items()}
 
     def bytes(self) -> int:
-        """Return the device bytes of all entries together."""
-        return sum(entry.bytes for variants in self._variants.values() for entry in variants)
+        """Return the device bytes that are held for all entries together, shared ones counted once."""
+        return sum(entry.own_bytes for entry in self.entries()) + self._shared_bytes()
 
     def __len__(self) -> int:
         return len(self._variants)
 
     def entries(self) -> Iterator[Entry]:
-        """Yield all entries, the least recently used signature first."""
-        for variants in self._variants.values():
-            yield from variants
+        """Yield all entries as they are now, the least recently used signature first."""
+        with self._lock:
+            present = [entry for variants in self._variants.values() for entry in variants]
+        yield from present
 
 
 class EntriesView(Mapping[VariantKey, Entry]):

@@ -27,6 +27,7 @@ from bcg.entry import Entry, EntryKey, OutputTemplate
 from bcg.errors import CaptureError, GuardMiss, HostileOperationError, StateWriteError, VerificationError
 from bcg.graph import BreakableCUDAGraphCapture, EagerStep, GuardStep, same_value
 from bcg.interception import CaptureRun, DryRun, Finding, OperationFailedError, Policy
+from bcg.memory import OutsideMeter
 from bcg.module_state import ModuleState, describe_difference, moving_parts
 from bcg.patching import broken_modules, compiled_submodules, is_torch_function, patched, resolve_function
 from bcg.python_state import PythonState, host_random_state, host_random_state_kept
@@ -143,6 +144,8 @@ class Capturer:
             self._unsettled.clear()
             self._put_back(generators)
             self._buffers.clear()
+        # Only now: the device makes room for a graph when it is launched first.
+        entry.outside_bytes = self._outside.grown_bytes()
         return entry
 
     @contextlib.contextmanager
@@ -361,6 +364,7 @@ class Capturer:
             draws_random=dry.random,
         )
         args, kwargs = call.rebuild(inputs.tensors)
+        self._outside = OutsideMeter(self._backend, self._pool.device)  # after the warm-up, which loads kernels
         result = self._run_capture(capture, call, inputs, plan, dry, args, kwargs)
         try:
             self._check_state(state)

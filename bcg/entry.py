@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -70,6 +70,10 @@ class OutputTemplate:
             leaves[slot] = live[position]
         return self._structure.unflatten(leaves)
 
+    def release(self) -> None:
+        """Let go of all memory; nothing can be collected afterwards."""
+        self._leaves = []
+
 
 def _constant(value: object) -> object:
     try:
@@ -97,6 +101,9 @@ class Entry:
         written: Buffers that eager modules write to.
         capture_s: Seconds that warm-up, capture and verification took.
         pool_bytes: Bytes by which the capture made the pool grow.
+        arena_bytes: Bytes that it allocated for static inputs, which later entries share.
+        outside_bytes: Device bytes outside torch's allocator by which it made the device fuller.
+        kept: Host copies of the inputs that steer the forward, for a later capture; see `bcg.recapture`.
         verified: ``exact``, ``close``, or why the entry was not verified on fresh inputs.
         hits: Calls that it has served.
         choice: What autotuning measured; None where it did not run.
@@ -116,6 +123,9 @@ class Entry:
     written: tuple[Tensor, ...] = ()
     capture_s: float = 0.0
     pool_bytes: int = 0
+    arena_bytes: int = 0
+    outside_bytes: int = 0
+    kept: Mapping[int, Tensor] = field(default_factory=dict)
     verified: str = "not yet"
     hits: int = 0
     choice: Any = None
@@ -147,9 +157,23 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Device bytes: static inputs and hoists of its own, and the pool's growth."""
-        hoisted = sum(hoist.value.nbytes for hoist in self.hoists)
-        return self.inputs.bytes() + hoisted + self.pool_bytes
+        """Device bytes that came with the entry: its own, and those that it added to what entries share."""
+        return self.own_bytes + self.arena_bytes + self.pool_bytes
+
+    @property
+    def own_bytes(self) -> int:
+        """Device bytes that nobody else uses, and that are free again when the entry is evicted."""
+        return self.inputs.owned_bytes() + self.hoist_bytes + self.break_bytes + self.outside_bytes
+
+    @property
+    def hoist_bytes(self) -> int:
+        """Bytes of device tensors made from host data."""
+        return sum(hoist.value.nbytes for hoist in self.hoists)
+
+    @property
+    def break_bytes(self) -> int:
+        """Bytes of the static tensors that hold results of eager breaks."""
+        return self.graph.break_bytes
 
     def replay(self, live: Sequence[Tensor]) -> Any:
         """Serve one call.
@@ -185,13 +209,37 @@ class Entry:
         self.hits += 1
         return result
 
+    def miss(self, live: Sequence[Tensor]) -> str | None:
+        """Try a call, with no effect beyond the graph's memory.
+
+        Args:
+            live: The call's tensors.
+
+        Returns:
+            Which guard it misses; None where the entry serves it.
+        """
+        hits, generators = self.hits, self.pool.backend.generator_states(self.pool.device)
+        try:
+            self.replay(live)
+        except GuardMiss as miss:
+            return str(miss)
+        finally:
+            self.hits = hits
+            for generator, state in generators:
+                generator.set_state(state)
+        return None
+
     def _may_miss_after_drawing(self) -> bool:
         return self.random and bool(self.guards or self.breaks)
 
     def reset(self) -> None:
         """Give back the graph and all memory; the entry cannot be replayed afterwards."""
-        self.pool.wait()  # a replay in flight still reads its memory
-        self.graph.reset()
+        # Another runner may be replaying in the pool; whoever holds a module's lock may wait for the pool's.
+        with self.pool.lock:
+            self.pool.wait()  # a replay in flight still reads its memory
+            self.graph.reset()
+        self.inputs.release()
+        self.outputs.release()
         self.hoists, self.externals, self.host_guards, self.written = [], (), (), ()
 
     def __repr__(self) -> str:

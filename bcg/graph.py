@@ -119,6 +119,10 @@ class EagerStep:
         self._results.append(borrow(given) if isinstance(given, Tensor) else given)
         return given
 
+    def static_bytes(self) -> int:
+        """Return the bytes of the static tensors that the results are copied into."""
+        return sum(result.nbytes for result, copied in zip(self._results, self._copied, strict=True) if copied)
+
     def replay(self) -> None:
         """Run the function and copy its results into the static tensors.
 
@@ -285,6 +289,11 @@ class BreakableCUDAGraph:
     def guards(self) -> int:
         """Number of host reads that a replay makes again."""
         return sum(isinstance(step, GuardStep) for step in self.steps)
+
+    @property
+    def break_bytes(self) -> int:
+        """Bytes of the static tensors that hold results of eager breaks."""
+        return sum(step.static_bytes() for step in self.steps if isinstance(step, EagerStep))
 
     def replay(self) -> None:
         """Run all steps in order, on the current stream.

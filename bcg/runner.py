@@ -21,24 +21,28 @@ from torch import nn
 from bcg import probes
 from bcg.ambient import ambient_refusal
 from bcg.autotune import Tuner
-from bcg.backends import Pool, backend_for
+from bcg.backends import Backend, Pool, backend_for
 from bcg.cache import EntriesView, EntryCache
 from bcg.capture import Capturer, Seams
 from bcg.config import RunnerConfig
 from bcg.entry import Entry, EntryKey
 from bcg.errors import BcgError, CaptureError, ConfigError, GuardMiss, StateWriteError
+from bcg.events import Events
+from bcg.explanation import Explanation, not_captured, other_guard_values
 from bcg.graph import EagerStep, current_capture
 from bcg.interception import Finding
+from bcg.memory import MemoryReport
 from bcg.misses import Miss
 from bcg.module_state import ModuleState
-from bcg.module_state import describe_difference as describe_state_difference
+from bcg.pools import is_working, working_in
 from bcg.proxy import ModuleProxy
-from bcg.signature import Call, CallBinder, Signature, TensorSpec, describe_difference, distance
+from bcg.recapture import kept_content
+from bcg.signature import Call, CallBinder, Signature, TensorSpec, describe_difference
 from bcg.static_inputs import StaticArena
 from bcg.stats import Counters, RunnerStats
+from bcg.upkeep import Host, Upkeep
 from bcg.warmup import Window, open_window, window_of
 
-_log = logging.getLogger("bcg")
 _MAX_MISSES = 256  # different missed signatures that are remembered and explained
 _MAX_VALUES_OF_A_NUMBER: Final = 8  # a LoRA scale has a few values, a time step has many
 _NOT_SERVED: Final = object()
@@ -93,8 +97,8 @@ class BaseRunner(ModuleProxy):
     def warmup(self, specs: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Warm the module up once: a dummy run of each spec inside a window of this runner.
 
-        What the first calls of a process cost (kernel selection, handles, compiling, captures, autotuning) is paid here.
-        Where there are ranks, they wait for each other before.
+        What the first calls of a process cost (kernel selection, handles, compiling, captures, autotuning) is paid
+        here. Where there are ranks, they wait for each other before.
 
         Args:
             specs: As in `dummy_run`, the largest first.
@@ -206,8 +210,15 @@ class BreakableCudaGraphRunner(BaseRunner):
         self._self_told: set[str] = set()
         self._self_lock = _module_locks.setdefault(module, threading.RLock())
         self._self_cache = EntryCache(
-            self._self_config.max_entries, self._self_config.max_bytes, self._self_config.max_rejections, self._evicting
+            self._self_config.max_entries,
+            self._self_config.max_bytes,
+            self._self_config.max_rejections,
+            self._evicting,
+            self._shared_bytes,
         )
+        self._self_events = Events(self._name(), self._self_config.debug)
+        self._self_upkeep: Upkeep | None = None
+        self._self_tuner: Tuner | None = None
         self._make_capturer()
 
     # -- the path of a call ----------------------------------------------------------------------------------------
@@ -241,7 +252,7 @@ class BreakableCudaGraphRunner(BaseRunner):
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Bind the call to forward's parameters and key it; None where it does not bind or graphs are off."""
-        if self._self_disabled is not None or current_capture() is not None:
+        if self._self_disabled is not None or current_capture() is not None or is_working():
             return None
         forward = self.__wrapped__.forward
         if not self._self_binder.fits(forward):
@@ -325,7 +336,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         assert call.signature is not None
         reason = self._self_state.refusal()
         self._self_refused = reason is not None
-        return reason or self._device_refusal(call.signature)
+        return reason or self._self_backend.refusal() or self._device_refusal(call.signature)
 
     def _gradient_refusal(self, call: Call) -> str | None:
         if not torch.is_grad_enabled():
@@ -356,7 +367,7 @@ class BreakableCudaGraphRunner(BaseRunner):
 
     def _replay(self, entry: Entry, call: Call, misses: list[str]) -> Any:
         try:
-            with entry.pool.lock:
+            with working_in(entry.pool):
                 result = entry.replay(call.tensors)
         except GuardMiss as miss:
             misses.append(str(miss))
@@ -380,7 +391,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         reason = f"a replay raised {type(error).__name__}: {error}"
         self._self_cache.drop(entry.key)
         self._self_cache.reject(entry.key, reason)
-        _log.warning("%s: %s; the signature runs eagerly from now on", self._name(), reason)
+        self._self_events.quarantined(entry.signature, reason)
 
     def _may_capture(self, window: Window | None) -> bool:
         if window is not None:
@@ -408,7 +419,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         moving: frozenset[str] = frozenset()
         try:
             self._check_changing_number(key.signature)
-            entry = self._capture_as_configured(call)
+            entry = self._charged_capture(call)
         except Exception as error:
             reason = str(error) if isinstance(error, BcgError) else f"{type(error).__name__}: {error}"
             remember = not isinstance(error, torch.OutOfMemoryError)
@@ -417,14 +428,30 @@ class BreakableCudaGraphRunner(BaseRunner):
             traceback.clear_frames(error.__traceback__)
         else:
             self._self_counters.add("captures")
-            self._self_cache.add(entry)
-            _log.info("%s: captured %r in %.2f s, verified %s", self._name(), entry, entry.capture_s, entry.verified)
-            return entry
+            self._self_events.captured(entry)
+            return self._keep(entry)
         self._self_counters.add("rejections")
         if remember:
             self._self_cache.reject(key, reason, moving)
-        _log.warning("%s: not captured, and run eagerly: %s [%s]", self._name(), reason, key.signature.summary())
+        self._self_events.rejected(key.signature, reason)
         return None
+
+    def _charged_capture(self, call: Call) -> Entry:
+        """Capture a call, with what that adds to shared memory and what a later capture of it needs."""
+        self._capturer()  # a module that was moved has another pool
+        with self._upkeep.ledger.charging() as charge:
+            entry = self._capture_as_configured(call)
+        entry.pool_bytes, entry.arena_bytes = charge.pool_bytes, charge.arena_bytes
+        entry.kept = kept_content(call.tensors)
+        return entry
+
+    def _keep(self, entry: Entry) -> Entry | None:
+        """Keep an entry; where evicted ones left shared memory that exceeds the limit, let the pool be made anew."""
+        key = entry.key
+        self._self_cache.add(entry)
+        if self._self_cache.is_over_bytes():
+            self._upkeep.compact()
+        return next(iter(self._self_cache.peek(key)), None)
 
     def _capture_as_configured(self, call: Call) -> Entry:
         """Capture a call: compiled or not as the config says, or as autotuning finds best on a GPU."""
@@ -439,7 +466,8 @@ class BreakableCudaGraphRunner(BaseRunner):
 
     def _check_changing_number(self, signature: Signature) -> None:
         """Refuse another capture of calls that differ in one number alone: it changes from step to step."""
-        lines = [describe_difference(entry.signature, signature) for entry in self._self_cache.entries()]
+        known = {entry.signature for entry in self._self_cache.entries()}  # several states may hold the same one
+        lines = [describe_difference(one, signature) for one in known]
         numbers = Counter(line[0].partition(":")[0] for line in lines if len(line) == 1)
         for path, count in numbers.items():
             if count >= _MAX_VALUES_OF_A_NUMBER and _is_number(signature, path):
@@ -452,13 +480,13 @@ class BreakableCudaGraphRunner(BaseRunner):
         """Count a call that is served eagerly, remember whose it was, and explain the first of its signature."""
         self._self_counters.add("guard_misses" if guard_misses else "misses")
         miss = self._self_misses.pop(key, None)
-        if miss is None:
-            reason = _other_guard_values(guard_misses) if guard_misses else self._explain_miss(call, key)
-            miss = Miss(key.signature.summary(), reason)
+        if miss is None or self._self_config.debug:
+            why = other_guard_values(guard_misses) if guard_misses else self._explain_miss(key)
             # A module whose state moves in every call has a new key each time, and is explained once all the same.
-            is_told = any(known.signature == key.signature for known in self._self_misses)
-            if len(self._self_cache) and not is_told:
-                _log.warning("%s: %s", self._name(), reason)
+            is_told = miss is not None or any(known.signature == key.signature for known in self._self_misses)
+            if len(self._self_cache):
+                self._self_events.missed(key.signature, why.text, why.differences, is_first=not is_told)
+            miss = miss or Miss(key.signature.summary(), why.text)
         miss.note(self.__wrapped__)
         self._self_misses[key] = miss
         while len(self._self_misses) > _MAX_MISSES:
@@ -535,36 +563,116 @@ class BreakableCudaGraphRunner(BaseRunner):
         assert call.signature is not None
         key = self._key(call)
         variants = self._self_cache.peek(key)
-        return self._explain_variants(variants, call) if variants else self._explain_miss(call, key)
+        return self._explain_variants(variants, call) if variants else self._explain_miss(key).text
 
-    def _explain_miss(self, call: Call, key: EntryKey) -> str:
-        assert call.signature is not None
+    def _explain_miss(self, key: EntryKey) -> Explanation:
         rejection = self._self_cache.rejection(key)
         if rejection is not None:
-            return f"runs eagerly: the capture was rejected: {rejection}"
-        known = list(self._self_cache.entries())
-        if not known:
-            return "runs eagerly: nothing is captured yet. Call it inside `with bcg.warmup():`."
-        nearest = min(known, key=lambda entry: _entry_distance(entry.key, key))
-        lines = describe_difference(nearest.signature, call.signature)
-        lines += [f"module: {line}" for line in describe_state_difference(nearest.key.state, key.state)]
-        return "runs eagerly: not captured. Against the nearest captured signature:\n  " + "\n  ".join(lines[:20])
+            return Explanation(f"runs eagerly: the capture was rejected: {rejection}")
+        return not_captured(list(self._self_cache.entries()), key)
 
     def _explain_variants(self, variants: list[Entry], call: Call) -> str:
-        """Try the guards; a replay has no effect beyond the graph's memory and the generators, which are put back."""
         misses: list[str] = []
         for entry in variants:
-            generators = entry.pool.backend.generator_states(entry.pool.device)
-            try:
-                entry.replay(call.tensors)
-                entry.hits -= 1
+            miss = entry.miss(call.tensors)
+            if miss is None:
                 return f"replays: {entry.segments} segments, {entry.breaks} breaks, {entry.guards} guards."
-            except GuardMiss as miss:
-                misses.append(str(miss))
-            finally:
-                for generator, state in generators:
-                    generator.set_state(state)
-        return _other_guard_values(misses)
+            misses.append(miss)
+        return other_guard_values(misses).text
+
+    def recapture(self) -> int:
+        """Capture the known calls anew for the module's present state, without running the pipeline.
+
+        After a LoRA was loaded or switched, or weights were replaced, every call would miss. This captures each known
+        call again, the largest first, inside a window or not: from the integers, masks and other values that were kept
+        at its first capture, and random numbers for all other inputs. Entries of the old state stay, so that switching
+        back hits them, as long as ``max_entries`` and ``max_bytes`` allow. After `release` it restores what was
+        released.
+
+        Other threads are served between two captures. Limits: a call is captured with the shapes, dtypes and device
+        that it had, so a module that was cast or moved to another device needs a warm-up of its own; a guard that
+        reads the content of latents or embeddings finds random numbers and may keep a variant that no real call hits.
+
+        Returns:
+            The number of captures. A call that is captured already, or that was rejected for this state, is left out.
+
+        Example:
+            >>> import bcg
+            >>> linear = torch.nn.Linear(4, 2).requires_grad_(False)
+            >>> runner = bcg.wrap(linear)
+            >>> runner.capture(torch.ones(1, 4))
+            True
+            >>> linear.weight = torch.nn.Parameter(torch.zeros(2, 4), requires_grad=False)
+            >>> runner.recapture(), runner.recapture()
+            (1, 0)
+        """
+        return self._upkeep.recapture()
+
+    def memory(self) -> MemoryReport:
+        """Say what the captured entries hold, each and together; print it for a table.
+
+        Does not wait for a capture or replay in another thread.
+
+        Returns:
+            Bytes of static inputs, hoists, break outputs, pool, and what lies outside torch's allocator.
+
+        Example:
+            >>> import bcg
+            >>> runner = bcg.wrap(torch.nn.Linear(4, 2).requires_grad_(False))
+            >>> runner.memory().total_bytes
+            0
+        """
+        self._capturer()
+        return self._upkeep.memory()
+
+    def release(self) -> int:
+        """Give back all memory that can be given back now, and remember the calls.
+
+        All graphs of the runner are dropped, and calls run eagerly until `recapture`, or a warmup window, captures
+        them again. For an allocation elsewhere that fails, such as the decoding of a video. A pool that other runners
+        use stays as long as one of their graphs lives in it: release those, too.
+
+        Returns:
+            The bytes given back.
+
+        Example:
+            >>> import bcg
+            >>> runner = bcg.wrap(torch.nn.Linear(4, 2).requires_grad_(False))
+            >>> def decode(latents):
+            ...     return latents * 2  # stands for vae.decode, which needs the room
+            >>> def decode_with_room(latents):
+            ...     try:
+            ...         return decode(latents)
+            ...     except torch.OutOfMemoryError:
+            ...         runner.release()
+            ...     result = decode(latents)
+            ...     runner.recapture()
+            ...     return result
+            >>> decode_with_room(torch.ones(1)).item()
+            2.0
+        """
+        return self._upkeep.release()
+
+    def compact(self) -> int:
+        """Give an evicted share of the pool back to the device: capture the remaining entries into a fresh one.
+
+        Scratch memory of an evicted entry stays in the pool for later captures, as long as any graph lives there. Where
+        none of the remaining entries asked for that memory (`MemoryReport.abandoned_bytes`), this drops all graphs and
+        captures them again, the largest first; other threads wait meanwhile. It does nothing where it cannot help:
+        other runners use the pool, or an entry belongs to another state of the module and would be lost.
+
+        Returns:
+            The bytes given back; 0 where nothing was done, and the log says why.
+
+        Example:
+            >>> import bcg
+            >>> runner = bcg.wrap(torch.nn.Linear(4, 2).requires_grad_(False), max_entries=1)
+            >>> for rows in (100, 1):
+            ...     assert runner.capture(torch.ones(rows, 4))
+            >>> runner.compact(), runner.memory().total_bytes
+            (1584, 16)
+        """
+        return self._upkeep.compact()
 
     def reset(self, disabled_reason: str | None = None) -> None:
         """Drop all entries and give their memory back.
@@ -576,6 +684,8 @@ class BreakableCudaGraphRunner(BaseRunner):
             self.pool.wait()
             self._self_cache.drop_all()
             self._self_arena.clear()
+            self._upkeep.forget()
+            self._self_backend.trim(self._capturer().device)
             self._self_misses.clear()
             self._self_told.clear()
             self._self_disabled = disabled_reason
@@ -620,20 +730,44 @@ class BreakableCudaGraphRunner(BaseRunner):
         assert self._self_capturer is not None
         if self._self_capturer.device != device:
             with self._self_lock:
+                self._upkeep.shelve()  # the module may come back
                 self._self_cache.drop_all()
-                self._self_arena.clear()
                 self._make_capturer()
         return self._self_capturer
 
     def _make_capturer(self) -> None:
         device = _device_of(self.__wrapped__)
         self._self_pool = self._pool_on(device)
-        self._self_tuner: Tuner | None = None
-        self._self_backend = self._self_pool.backend
+        self._self_tuner = None
+        self._self_backend: Backend = self._self_pool.backend
         self._self_capturer = Capturer(
             self.__wrapped__, device, self._self_state, self._self_config, self._self_pool, self._self_arena,
             self._self_seams,
         )  # fmt: skip
+        if self._self_upkeep is None:
+            self._self_upkeep = Upkeep(self._host(), self._self_identity, self._self_pool)
+        else:
+            self._self_upkeep.use(self._self_pool)
+
+    def _host(self) -> Host:
+        return Host(
+            cache=self._self_cache,
+            arena=self._self_arena,
+            events=self._self_events,
+            locked=self._locked,
+            key=self._key,
+            refusal=self._refusal,
+            capture=self._capture,
+            max_variants=self._self_config.max_variants,
+        )
+
+    @property
+    def _upkeep(self) -> Upkeep:
+        assert self._self_upkeep is not None
+        return self._self_upkeep
+
+    def _shared_bytes(self) -> int:
+        return self._upkeep.ledger.shared_bytes(self._self_cache.entries())
 
     def _pool_on(self, device: torch.device) -> Pool:
         given = self._self_given_pool
@@ -649,19 +783,19 @@ class BreakableCudaGraphRunner(BaseRunner):
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Let one thread at a time use the module's graphs, and the pool that they share."""
-        with self._self_lock, self.pool.lock:
+        with self._self_lock, working_in(self.pool):
             yield
 
     # -- small parts -----------------------------------------------------------------------------------------------
 
     def _evicting(self, entry: Entry) -> None:
         self._self_counters.add("evictions")
-        _log.info("%s: evicted %r", self._name(), entry)
+        self._self_events.evicted(entry)
 
     def _tell_once(self, topic: str, message: str, *args: object) -> None:
         if topic not in self._self_told and len(self._self_told) < _MAX_MISSES:
             self._self_told.add(topic)
-            _log.warning("%s: " + message, self._name(), *args)
+            self._self_events.emit(logging.WARNING, "refusal", message % args, reason=topic)
 
     def _name(self) -> str:
         return type(self.__wrapped__).__name__
@@ -679,7 +813,8 @@ class BreakableCudaGraphRunner(BaseRunner):
     def __repr__(self) -> str:
         entries = list(self._self_cache.entries())
         breaks = sum(entry.breaks for entry in entries)
-        return f"BreakableCudaGraphRunner({self._name()}, {len(entries)} graphs, {breaks} breaks, {self.stats.replays} replays)"
+        counts = f"{len(entries)} graphs, {breaks} breaks, {self.stats.replays} replays"
+        return f"BreakableCudaGraphRunner({self._name()}, {counts})"
 
 
 def wrap(
@@ -764,10 +899,6 @@ def _is_number(signature: Signature, path: str) -> bool:
     return any(name == path and key[0] in (int, float) for name, key in named)
 
 
-def _other_guard_values(misses: list[str]) -> str:
-    return "runs eagerly: captured, but with other values in its guards:\n  " + "\n  ".join(misses)
-
-
 def _device_of(module: nn.Module) -> torch.device:
     for tensors in (module.parameters(), module.buffers()):
         for tensor in tensors:
@@ -790,10 +921,6 @@ def _tensor_paths(signature: Signature) -> list[str]:
         for path, key in zip(signature.structure.paths, signature.leaf_keys, strict=True)
         if isinstance(key, TensorSpec)
     ]
-
-
-def _entry_distance(one: EntryKey, other: EntryKey) -> tuple[int, bool]:
-    return distance(one.signature, other.signature), one.state is not other.state
 
 
 __all__ = ["BaseRunner", "BreakableCudaGraphRunner", "EagerRunner", "unwrap", "wrap"]

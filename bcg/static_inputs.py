@@ -15,23 +15,32 @@ class StaticArena:
 
     Entries of one pool never replay at the same time, so the n-th floating-point input of each can lie in the same
     memory: capture the largest signature first, and the smaller ones fit in.
+
+    Attributes:
+        allocated_bytes: Bytes of all memory that was ever made, whether it is still held or not.
     """
 
     def __init__(self) -> None:
+        self.allocated_bytes = 0
         self._slots: dict[tuple[int, torch.device], Tensor] = {}
 
     def take(self, slot: int, spec: TensorSpec, device: torch.device) -> Tensor:
         """Return memory for one static input; entries that hold earlier, smaller memory of the slot keep it."""
-        size_bytes = _extent(spec) * spec.dtype.itemsize
+        size_bytes = _extent(spec.shape, spec.stride) * spec.dtype.itemsize
         memory = self._slots.get((slot, device))
         if memory is None or memory.numel() < size_bytes:
             memory = torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)
             self._slots[slot, device] = memory
+            self.allocated_bytes += memory.numel()
         return memory[:size_bytes].view(spec.dtype).as_strided(spec.shape, spec.stride)
 
     def bytes(self) -> int:
         """Return the bytes that the arena holds for coming entries."""
         return sum(memory.numel() for memory in self._slots.values())
+
+    def memories(self) -> list[Tensor]:
+        """Return the memory that the arena holds for coming entries."""
+        return list(self._slots.values())
 
     def clear(self) -> None:
         """Forget all memory; entries keep what they hold."""
@@ -56,7 +65,7 @@ class StaticInputs:
 
     @staticmethod
     def _make(slot: int, spec: TensorSpec, device: torch.device, arena: StaticArena) -> Tensor:
-        if spec.dtype.is_floating_point and 0 not in spec.shape:
+        if _is_shared(spec.dtype, spec.shape):
             return arena.take(slot, spec, device)
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
 
@@ -74,7 +83,27 @@ class StaticInputs:
         """Return the bytes of all inputs."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def shared(self) -> list[Tensor]:
+        """Return the inputs that lie in the arena's memory."""
+        return [tensor for tensor in self.tensors if _is_shared(tensor.dtype, tensor.shape)]
 
-def _extent(spec: TensorSpec) -> int:
+    def shared_extents(self) -> dict[int, int]:
+        """Return the bytes that each input in the arena's memory asks for, by slot."""
+        return {
+            slot: _extent(tensor.shape, tensor.stride()) * tensor.itemsize
+            for slot, tensor in enumerate(self.tensors)
+            if _is_shared(tensor.dtype, tensor.shape)
+        }
+
+    def release(self) -> None:
+        """Let go of all memory; nothing can be loaded afterwards."""
+        self.tensors = []
+
+
+def _is_shared(dtype: torch.dtype, shape: torch.Size) -> bool:
+    return dtype.is_floating_point and 0 not in shape
+
+
+def _extent(shape: torch.Size, strides: Sequence[int]) -> int:
     """Return the number of elements between the first and the last, both included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -14,7 +14,7 @@ class FakeEntry(SimpleNamespace):
     """As much of an entry as the cache looks at."""
 
     def __init__(self, key: str, size_bytes: int = 1) -> None:
-        super().__init__(key=key, bytes=size_bytes, is_reset=False)
+        super().__init__(key=key, own_bytes=size_bytes, is_reset=False)
 
     def reset(self) -> None:
         self.is_reset = True

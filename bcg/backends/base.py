@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -48,11 +49,19 @@ class Recording(Protocol):
 
 
 class Pool(Protocol):
-    """The scratch memory of replays; graphs that are never replayed at the same time share one."""
+    """The scratch memory of replays; graphs that are never replayed at the same time share one.
+
+    Attributes:
+        backend: The backend that it belongs to.
+        device: Where it is.
+        lock: Held by whoever captures into the pool or replays in it. A module's lock is taken before it.
+        users: Identities of the runners that use the pool.
+    """
 
     backend: Backend
     device: torch.device
     lock: threading.RLock
+    users: weakref.WeakSet[Any]
 
     def record(self, *, stream: Any, capture_error_mode: str, draws_random: bool) -> Recording:
         """Begin a recording whose scratch memory is in this pool."""
@@ -61,7 +70,7 @@ class Pool(Protocol):
         """Run a block on the stream that captures run on, ordered with the current one before and after."""
 
     def bytes(self) -> int:
-        """Return the device bytes that the pool holds."""
+        """Return the device bytes that the pool holds; 0 where no graph lives in it."""
 
     def before_replay(self) -> None:
         """Order a replay on the current stream behind the last one on any stream."""
@@ -103,3 +112,15 @@ class Backend(Protocol):
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for the device; raises where its context is dead."""
+
+    def refusal(self) -> str | None:
+        """Say why nothing can be captured in this process; None where nothing stands in the way."""
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Return the device's free memory, as everybody on it sees it."""
+
+    def reserved_bytes(self, device: torch.device) -> int:
+        """Return the device memory that torch's allocator holds, used or not."""
+
+    def trim(self, device: torch.device) -> None:
+        """Let torch's allocator give what it holds and nobody uses back to the device."""

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -51,6 +52,7 @@ class CudaPool:
         self.backend: Backend = backend
         self.device = device
         self.lock = threading.RLock()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.live_segments = 0
         self._handle: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -98,7 +100,9 @@ class CudaPool:
         return [(entry["address"], entry["address"] + entry["total_size"]) for entry in segments]
 
     def bytes(self) -> int:
-        """Return the device bytes that the pool holds."""
+        """Return the device bytes that the pool holds; 0 where no graph lives in it."""
+        if self.live_segments == 0:
+            return 0  # what the last pool left is cached memory like any other, and the next capture begins a new one
         return sum(end - begin for begin, end in self.address_ranges())
 
     def before_replay(self) -> None:
@@ -245,6 +249,29 @@ class CudaBackend:
     def synchronize(self, device: torch.device) -> None:
         """Wait for the device."""
         torch.cuda.synchronize(device)
+
+    def refusal(self) -> str | None:
+        """Refuse the allocator that tells nothing of its blocks: bcg must know which memory is a pool's."""
+        if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+            return None
+        return (
+            "torch allocates with backend:cudaMallocAsync, which does not tell which memory belongs to a graph pool: "
+            "take it out of PYTORCH_ALLOC_CONF (expandable_segments:True helps against fragmentation and works)"
+        )
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Return the device's free memory, as everybody on it sees it."""
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return free_bytes
+
+    def reserved_bytes(self, device: torch.device) -> int:
+        """Return the device memory that torch's allocator holds, used or not."""
+        return torch.cuda.memory_reserved(device)
+
+    def trim(self, device: torch.device) -> None:
+        """Give cached memory back to the device, pools without a graph included."""
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def alias_at_address(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -206,6 +207,7 @@ class TapePool:
         self.backend: Backend = backend
         self.device = device
         self.lock = threading.RLock()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def record(
         self, *, stream: Any = None, capture_error_mode: str = "thread_local", draws_random: bool = True
@@ -259,3 +261,18 @@ class TapeBackend:
 
     def synchronize(self, device: torch.device) -> None:
         """Do nothing: host execution has finished."""
+
+    def refusal(self) -> str | None:
+        """Return None: the tape records under any allocator."""
+        return None
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Return 0: a tape takes no device memory."""
+        return 0
+
+    def reserved_bytes(self, device: torch.device) -> int:
+        """Return 0: a tape takes no device memory."""
+        return 0
+
+    def trim(self, device: torch.device) -> None:
+        """Do nothing: host memory is free when its last user is gone."""
