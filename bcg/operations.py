@@ -33,7 +33,7 @@ BREAKS: Final = frozenset(
     {
         "aten::linalg_eig", "aten::_linalg_eigh", "aten::linalg_lstsq", "aten::_linalg_svd", "aten::linalg_inv_ex",
         "aten::_linalg_solve_ex", "aten::linalg_lu_factor_ex", "aten::linalg_cholesky_ex", "aten::multinomial",
-        "aten::histogram", "aten::_ctc_loss", "aten::nonzero_numpy",
+        "aten::histogram", "aten::_ctc_loss", "aten::nonzero_numpy", "aten::_pack_padded_sequence",
     }
 )  # fmt: skip
 
