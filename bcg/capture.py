@@ -401,7 +401,7 @@ class Capturer:
                 if isinstance(error, (CaptureError, torch.OutOfMemoryError)):
                     raise
                 raise _UnwatchedError(f"{type(error).__name__} in the capture: {error}") from error
-        run = CaptureRun(capture, self._protected(call, inputs), plan.policy, dry.hoists)
+        run = CaptureRun(capture, self._protected(call, inputs), plan.policy, dry.hoists, dry.failures)
         with capture, self._patched(run, plan), run.watching():
             return self._module(*args, **kwargs)
 

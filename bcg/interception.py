@@ -402,6 +402,7 @@ class DryRun(Watch):
         self.findings: list[Finding] = []
         self.hoists: list[Hoist] = []
         self.written: tuple[Tensor, ...] = ()  # buffers that eager modules write to
+        self.failures: set[tuple[str, Where]] = set()  # operations that raise in eager, too, and where
         self._hoist_of: dict[int, Hoist] = {}
         self._results: list[weakref.ref[Tensor]] = []
 
@@ -415,6 +416,13 @@ class DryRun(Watch):
         """Note the storages that a result brought into being, and the tensor objects, weakly."""
         super().note_born(result, depends, inputs)
         self._results.extend(weakref.ref(tensor) for tensor in _walk(result))
+
+    def _plain(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return operator(*args, **kwargs)
+        except RuntimeError:
+            self.failures.add((base_name(operator), where()))
+            raise
 
     def find(self, kind: str, name: str, place: Where | None = None) -> None:
         """Note something that a capture cannot simply record."""
@@ -479,13 +487,16 @@ class CaptureRun(Watch):
         protected: Storages that the forward must not write to.
         policy: What is a break beyond the table.
         hoists: What the dry run made, in order.
+        failures: Operations that the forward tries and that raise in eager, too, and where.
     """
 
     def __init__(
-        self, capture: BreakableCUDAGraphCapture, protected: Mapping[int, str], policy: Policy, hoists: list[Hoist]
-    ) -> None:
+        self, capture: BreakableCUDAGraphCapture, protected: Mapping[int, str], policy: Policy, hoists: list[Hoist],
+        failures: Collection[tuple[str, Where]] = (),
+    ) -> None:  # fmt: skip
         super().__init__(capture.backend, protected, policy)
         self._capture = capture
+        self._failures = failures
         self._hoists = iter(hoists)
 
     def active(self) -> bool:
@@ -496,10 +507,11 @@ class CaptureRun(Watch):
         try:
             return operator(*args, **kwargs)
         except RuntimeError as error:
-            # The dry run passed here, so the capture is to blame. Out of memory is no property of the operation.
-            if isinstance(error, torch.OutOfMemoryError):
+            # Out of memory is no property of the operation. Where the dry run passed, the capture is to blame.
+            name, place = base_name(operator), where()
+            if isinstance(error, torch.OutOfMemoryError) or (name, place) in self._failures:
                 raise
-            self._refuse(OperationFailedError(base_name(operator), where(), error))
+            self._refuse(OperationFailedError(name, place, error))
             raise AssertionError from error
 
     def _read(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -276,6 +276,20 @@ def test_a_shape_that_depends_on_data_is_an_eager_break(name, mode):
         assert [pair(x(seed), moved) for seed in (3, 4)] == ["replay", "replay"]
 
 
+def test_packed_sequences_of_another_length_are_a_miss():
+    def forward(self, t, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(t, lengths, enforce_sorted=False)
+        return packed.data * self.scale
+
+    pair = Pair(module_of(forward))
+    given = torch.randn(4, 2, 3)
+    with torch.no_grad():
+        pair.warm(given, torch.tensor([4, 2]))
+        assert [pair(given + n, torch.tensor([4, 2])) for n in (1, 2)] == ["replay", "replay"]
+        assert [pair(given, torch.tensor([4, 3])), pair(given, torch.tensor([1, 2]))] == ["miss", "miss"]
+        assert pair(given, torch.tensor([4, 2])) == "replay"
+
+
 @pytest.mark.parametrize("name", ["nonzero", "boolean index", "masked_select", "repeat_interleave"])
 def test_another_shape_of_a_break_is_a_miss(name):
     def forward(self, t, m):
@@ -736,6 +750,22 @@ def test_a_failed_operation_is_found_among_others_and_remembered():
         assert [pair(x(seed), torch.tensor(1)) for seed in (1, 2)] == ["replay", "replay"]
         findings = pair.runner.observe(x()[:2], torch.tensor(1))
     assert [finding.kind for finding in findings] == ["break", "guard", "break"]
+
+
+@MODES
+def test_an_operation_that_fails_in_eager_too_is_left_to_the_module(mode):
+    def forward(self, t, n):
+        try:
+            flat = t.t().view(12)
+        except RuntimeError:
+            flat = t.t().reshape(12)
+        return flat * n.item()
+
+    pair = Pair(module_of(forward))
+    with mode():
+        pair.warm(x(), torch.tensor(2))
+        assert (pair.entry.breaks, pair.entry.guards) == (0, 1)
+        assert [pair(x(seed), torch.tensor(2)) for seed in (1, 2)] == ["replay", "replay"]
 
 
 def test_no_more_tries_than_max_capture_attempts():
