@@ -321,8 +321,8 @@ class Capturer:
             self._put_back(generators)
         if all(drew_on_host):  # once could have been another thread
             raise HostileOperationError(
-                "every forward draws from Python's or numpy's random numbers, which a replay would not: draw them outside "
-                "of the module and pass them in."
+                "every forward draws from Python's or numpy's random numbers, which a replay would not: draw them "
+                "outside of the module and pass them in."
             )
         return dry
 

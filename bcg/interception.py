@@ -375,8 +375,8 @@ class Watch:
         if generator_of(operator, args, kwargs) is not None:
             self._refuse(
                 HostileOperationError(
-                    f"{base_name(operator)} at {where()} draws from a generator of its own, whose state a graph does not "
-                    "advance: draw from the default generator, or pass the numbers in."
+                    f"{base_name(operator)} at {where()} draws from a generator of its own, whose state a graph does "
+                    "not advance: draw from the default generator, or pass the numbers in."
                 )
             )
         if not self.backend.reads_host_memory and all(tensor.device.type == "cpu" for tensor in _walk((args, kwargs))):
@@ -384,8 +384,8 @@ class Watch:
             if device is None or torch.device(device).type == "cpu":
                 self._refuse(
                     HostileOperationError(
-                        f"{base_name(operator)} at {where()} draws random numbers on the host, which a replay would not "
-                        "draw again: draw them on the device, or pass them in."
+                        f"{base_name(operator)} at {where()} draws random numbers on the host, which a replay would "
+                        "not draw again: draw them on the device, or pass them in."
                     )
                 )
 
