@@ -19,7 +19,7 @@ from bcg.pipelines.tiny_registry import TINY, TinyPipeline
 # The same words in another order: another text of as many tokens, whatever the tokenizer.
 PROMPTS = ("a red fox in the snow", "a the fox in red snow", "a fox red the in snow", "a in fox the red snow")
 
-Load = Callable[[str], Any]
+Load = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +27,19 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     """Read a tiny pipeline from disk; its checkpoint is written once."""
     folders: dict[str, Path] = {}
 
-    def load(name: str) -> Any:
+    def load(name: str, **options: Any) -> Any:
         if name not in folders:
             folders[name] = tmp_path_factory.mktemp(name)
             TINY[name].build(folders[name])
-        pipe = TINY[name].load(folders[name])
+        pipe = TINY[name].load(folders[name], **options)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
     return load
 
 
-def draw(pipe: Any, tiny: TinyPipeline, prompt: str, seed: int = 1, **more: Any) -> torch.Tensor:
-    call = {**tiny.example_call(prompt=prompt, seed=seed), **more}
+def draw(pipe: Any, tiny: TinyPipeline, prompt: str, **more: Any) -> torch.Tensor:
+    call = {**tiny.example_call(prompt=prompt, seed=1, dtype=pipe.dtype), **more}
     return torch.as_tensor(pipe(**call, return_dict=False)[0])
 
 
@@ -77,6 +77,12 @@ def check(pipe: Any, tiny: TinyPipeline, requests: list[dict[str, Any]]) -> None
 @pytest.mark.parametrize("name", list(TINY))
 def test_the_result_is_the_same_and_every_call_replays(load: Load, name: str) -> None:
     check(load(name), TINY[name], [{}])
+
+
+@pytest.mark.parametrize("name", ["hunyuan_video", "stable_diffusion_3", "z_image", "wan22", "kandinsky5"])
+def test_the_same_in_bfloat16(load: Load, name: str) -> None:
+    """Where a first step may pass other dtypes than the next ones, and some weights stay in float32."""
+    check(load(name, torch_dtype=torch.bfloat16), TINY[name], [{}])
 
 
 @pytest.mark.parametrize(
@@ -157,3 +163,46 @@ def test_a_decoder_that_writes_to_its_arguments_runs_eagerly_and_is_right(load: 
     runner = runners_of(pipe)["vae.decode"]
     assert runner.stats.captures == 0
     assert all("feat_cache" in reason for reason in runner.rejections.values())
+
+
+def test_a_unet_pipeline_is_wrapped_as_well() -> None:
+    from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+
+    from bcg.pipelines import _tiny
+
+    tokenizer = _tiny.clip_tokenizer()
+    with _tiny.seeded(0):
+        unet = UNet2DConditionModel(
+            sample_size=8,
+            block_out_channels=(8, 16),
+            layers_per_block=1,
+            norm_num_groups=4,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            cross_attention_dim=_tiny.HIDDEN_SIZE,
+            attention_head_dim=4,
+        )
+        pipe: Any = StableDiffusionPipeline(
+            vae=_tiny.image_vae(),
+            text_encoder=_tiny.clip_text_model(tokenizer),
+            tokenizer=tokenizer,
+            unet=unet.eval(),
+            scheduler=DDIMScheduler(),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+    pipe.set_progress_bar_config(disable=True)
+
+    def image(prompt: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        call = {"height": 64, "width": 64, "num_inference_steps": 2, "generator": generator, "output_type": "pt"}
+        return torch.as_tensor(pipe(prompt, **call, return_dict=False)[0])
+
+    want = [image(prompt) for prompt in PROMPTS]
+    wrap_pipeline(pipe)
+    with bcg.warmup():
+        image(PROMPTS[0])
+    before = stats(pipe)
+    assert all(torch.equal(image(prompt), pixels) for prompt, pixels in zip(PROMPTS, want, strict=True))
+    assert list(served(pipe, before)) == [(8, 8, 0)]

@@ -312,6 +312,21 @@ def test_short_embeddings_of_a_fixed_length_family_replay_too(load: Callable[[st
     assert now.replays - before.replays == now.calls - before.calls == 12
 
 
+@pytest.mark.parametrize("name", ["sana", "pixart_sigma", "ltx", "hunyuan_video"])
+def test_a_fixed_length_with_a_mask_goes_to_a_bucket_too(load: Callable[[str], Any], name: str) -> None:
+    pipe, eager = (wrap_pipeline(load(name), text_buckets=(320,)) for _ in range(2))
+    with bcg.warmup():
+        draw(pipe, name, SHORT)
+    before = pipe.transformer.stats
+    for prompt in (MIDDLE, LONG):
+        result = draw(pipe, name, prompt)
+        assert torch.equal(result, draw(eager, name, prompt))
+        without = draw(load(name), name, prompt)
+        assert float((result - without).norm() / without.norm()) < 10 * TOLERANCE
+    now = pipe.transformer.stats
+    assert now.replays - before.replays == now.calls - before.calls
+
+
 def test_no_mask_and_masks_of_ones_are_one_signature(load: Callable[[str], Any]) -> None:
     pipe = load("qwen_image")
     _, call = recorded_call(pipe, "qwen_image")

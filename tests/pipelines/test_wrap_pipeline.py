@@ -160,6 +160,16 @@ def test_any_pipeline_with_a_unet_is_wrapped() -> None:
     assert list(runners_of(wrap_pipeline(Painter()))) == ["unet"]
 
 
+def test_all_denoisers_of_a_pipeline_share_one_pool() -> None:
+    class Ideogram4Pipeline:
+        def __init__(self) -> None:
+            self.transformer, self.unconditional_transformer = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    runners = runners_of(wrap_pipeline(Ideogram4Pipeline()))
+    assert list(runners) == ["transformer", "unconditional_transformer"]
+    assert len({id(runner.pool) for runner in runners.values()}) == 1
+
+
 def test_a_missing_transformer_is_left_out(wan22: Checkpoint) -> None:
     pipe = wan22.load()
     pipe.transformer_2 = None
