@@ -145,6 +145,7 @@ class Walk:
         self._queue: list[tuple[str, nn.Module]] = []
         self._alive: list[Any] = []
         self._enlist(root, "")
+        self._reads_all_adapters = any(probes.chooses_adapters_in_calls(type(module)) for _, module in self._queue)
 
     def run(self) -> dict[str, Entries]:
         """Return the entries of every module by its path, and those of what all modules share.
@@ -244,7 +245,12 @@ class Walk:
     def _attribute(self, module: nn.Module, name: str, value: Any, path: str, entries: list[tuple[str, Token]]) -> None:
         if _is_own_method(module, name, value) or _is_default_none(module, name, value):
             return
+        if name in probes.bookkeeping_attributes(module):
+            return
         token = self.token(value, _join(path, name), 0)
+        if name == "scaling" and token[0] == "dict" and not self._reads_all_adapters:
+            unread = probes.unread_adapters(module)
+            token = (*token[:2], tuple(pair for pair in token[2] if pair[0][2] not in unread))
         if not probes.is_inert(value):  # it was walked all the same, so that the fast check sees a hook come
             entries.append((name, token))
 

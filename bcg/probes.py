@@ -6,6 +6,7 @@ that is missing in some version finds nothing. General rules come first (a hook 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -37,6 +38,9 @@ _STEP_CACHES: Final = frozenset(
         "TextKVCacheTransformerHook",
     }
 )
+
+# Whether adapters were ever loaded: unloading leaves it behind.
+_MODULE_BOOKKEEPING: Final = frozenset({"_hf_peft_config_loaded"})
 
 _OFFLOAD_REASON: Final = (
     "moves weights between devices around a forward, and a graph would read the addresses they left. "
@@ -138,7 +142,33 @@ def is_hook_registry(value: Any) -> bool:
 
 def bookkeeping_attributes(value: Any) -> frozenset[str]:
     """Return the names of an object's attributes that no forward depends on."""
+    if isinstance(value, nn.Module):
+        return _MODULE_BOOKKEEPING
     return frozenset({"_child_registries_cache"}) if is_hook_registry(value) else frozenset()
+
+
+def unread_adapters(layer: Any) -> frozenset[str]:
+    """Return the LoRA adapters of a layer whose scale its forward does not read: those that are not active.
+
+    ``set_adapters`` leaves the scale of an adapter that it switches off as it last was; the graphs of the one that it
+    switches on must be found all the same.
+
+    Args:
+        layer: Any module. A layer with merged adapters, or one that may unmerge in its forward, reads all scales.
+
+    Returns:
+        Their names.
+    """
+    scaling, active = getattr(layer, "scaling", None), getattr(layer, "active_adapters", None)
+    if type(scaling) is not dict or not isinstance(active, list) or getattr(layer, "merged_adapters", None) != []:
+        return frozenset()
+    return frozenset(scaling) - frozenset(active)
+
+
+@functools.lru_cache(maxsize=4096)
+def chooses_adapters_in_calls(kind: type) -> bool:
+    """Tell whether a class of modules can be told in a call which adapters to use: peft's PeftModel."""
+    return any(base.__name__ == "PeftModel" for base in kind.__mro__)
 
 
 def _place(path: str) -> str:
