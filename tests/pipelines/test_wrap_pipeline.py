@@ -262,6 +262,14 @@ def test_a_runner_handed_to_from_pipe_of_diffusers_is_taken(checkpoint: Checkpoi
     assert kind.from_pipe(pipe, transformer=pipe.transformer).transformer is pipe.transformer
 
 
+def test_auto_pipelines_take_the_runner_along_by_themselves(tmp_path: Path) -> None:
+    TINY["flux"].build(tmp_path)
+    pipe = wrap_pipeline(TINY["flux"].load(tmp_path))
+    other = diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
+    assert type(other).__name__ == "FluxImg2ImgPipeline"
+    assert other.transformer is pipe.transformer
+
+
 # -- LoRA --------------------------------------------------------------------------------------------------------------
 
 LORA: list[tuple[str, Callable[[Any, Checkpoint], Any]]] = [
