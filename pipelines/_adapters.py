@@ -79,13 +79,14 @@ class _LayerState:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-        self._active = list(layer.active_adapters)
+        # The very object: set_adapters gives all layers one list, and a module that shares is not one that does not.
+        self._active = layer._active_adapter
         self._scaling = dict(layer.scaling)
         self._is_disabled = bool(layer._disable_adapters)
         self._gradients = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
 
     def restore(self) -> None:
-        self._layer.set_adapter(self._active)
+        self._layer._active_adapter = self._active
         self._layer.scaling.update(self._scaling)
         self._layer._disable_adapters = self._is_disabled
         for parameter, requires_grad in self._gradients:

@@ -217,8 +217,9 @@ class CallBuilder:
             found = {f"negative_{name}": value for name, value in self._encode(text or "", None).items()}
         if isinstance(negative, int):
             return self._of_length(found, negative)
-        # Where all prompts are of one length, another length is one of both halves of guidance.
-        return found if self.text_kind == "varies" else self._of_length(found, request.text_length)
+        # Where all prompts have one shape, another shape is one of both halves of guidance.
+        is_reshaped = self.text_kind == "fixed" or (request.text_length or 0) > _rows(found)
+        return self._of_length(found, request.text_length) if is_reshaped and self.text_kind != "varies" else found
 
     def _of_length(self, encoded: _Encoded, length: int | None) -> _Encoded:
         if length is None:

@@ -19,7 +19,7 @@ from .plan import WarmupRequest
 
 __all__ = ["RequestOutcome", "ShortfallError", "SignatureRow", "WarmupReport"]
 
-_WIDTH: Final = 150
+_WIDTH: Final = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,19 +164,14 @@ class WarmupReport:
         )
 
     def _table(self) -> Table:
-        table = Table(title=f"{self.pipeline}: captured", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("component", no_wrap=True)
-        table.add_column("for")
-        table.add_column("signature")
-        for heading in ("segments", "breaks", "guards", "capture s", "bytes", "eager ms", "replay ms"):
-            table.add_column(heading, justify="right")
-        table.add_column("verified")
+        table = Table(title=f"{self.pipeline}: captured", box=box.SIMPLE_HEAD, pad_edge=False, leading=1)
+        table.add_column("captured for, and signature")  # the only column that gives way on a narrow terminal
+        for heading in ("seg-\nments", "breaks", "guards", "capture\ns", "bytes", "eager\nms", "replay\nms"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for row in self.rows:
             counts = (row.segments, row.breaks, row.guards)
             times = (_milliseconds(row.eager_ms), _milliseconds(row.replay_ms))
-            signature = Text(row.signature.replace(", ", "\n"))
-            cells = (*map(str, counts), f"{row.capture_s:.2f}", f"{row.bytes:,}", *times)
-            table.add_row(row.component, Text(row.request), signature, *cells, Text(row.verified))
+            table.add_row(_what(row), *map(str, counts), f"{row.capture_s:.2f}", f"{row.bytes:,}", *times)
         return table
 
 
@@ -201,6 +196,13 @@ def _reasons(outcome: RequestOutcome) -> Sequence[str]:
 
 def _fits(request: WarmupRequest, sizes: Mapping[str, Any]) -> bool:
     return all(getattr(request, name) in (None, value) for name, value in sizes.items())
+
+
+def _what(row: SignatureRow) -> Text:
+    lines = [Text(f"{row.component}: {row.request}", style="bold"), Text(row.signature.replace(", ", "\n"))]
+    if row.verified != "exact":
+        lines.append(Text(f"verified: {row.verified}", style="yellow"))
+    return Text("\n").join(lines)
 
 
 def _milliseconds(value: float | None) -> str:
