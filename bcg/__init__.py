@@ -23,6 +23,7 @@ from bcg.errors import (
     DoesNotPayError,
     GuardMiss,
     HostileOperationError,
+    MissingDependencyError,
     NestedCaptureError,
     NotAModuleError,
     PlanError,
@@ -39,6 +40,7 @@ from bcg.graph import (
     replay_token,
 )
 from bcg.interception import Finding
+from bcg.memory import EntryMemory, MemoryReport
 from bcg.misses import CallerArguments, Miss
 from bcg.report import CaptureReport, inspect
 from bcg.runner import BaseRunner, BreakableCudaGraphRunner, EagerRunner, unwrap, wrap
@@ -101,10 +103,13 @@ __all__ = [
     "EntriesView",
     "Entry",
     "EntryKey",
+    "EntryMemory",
     "Finding",
     "GuardMiss",
     "HostileOperationError",
+    "MemoryReport",
     "Miss",
+    "MissingDependencyError",
     "NestedCaptureError",
     "NotAModuleError",
     "PlanError",

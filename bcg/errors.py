@@ -4,6 +4,7 @@ BcgError
 ├── ConfigError            an option or environment variable has a value that is not accepted
 ├── BackendError           the requested backend cannot run here
 ├── NotAModuleError        wrap() was given something that is not an nn.Module
+├── MissingDependencyError an optional package is not installed
 ├── CaptureError           a capture did not lead to a graph
 │   ├── NestedCaptureError       a capture was begun inside another one on the same thread
 │   ├── HostileOperationError    an operation cannot be captured and cannot be worked around
@@ -36,6 +37,10 @@ class BackendError(BcgError, RuntimeError):
 
 class NotAModuleError(BcgError, TypeError):
     """`bcg.wrap` was given something that is not a callable ``torch.nn.Module``."""
+
+
+class MissingDependencyError(BcgError, ImportError):
+    """A part of bcg needs a package that is not installed; the message names the extra that brings it."""
 
 
 class CaptureError(BcgError, RuntimeError):

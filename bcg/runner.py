@@ -606,6 +606,7 @@ class BreakableCudaGraphRunner(BaseRunner):
             >>> runner.recapture(), runner.recapture()
             (1, 0)
         """
+        self._capturer()  # a module that was moved has another pool
         return self._upkeep.recapture()
 
     def memory(self) -> MemoryReport:
@@ -622,7 +623,6 @@ class BreakableCudaGraphRunner(BaseRunner):
             >>> runner.memory().total_bytes
             0
         """
-        self._capturer()
         return self._upkeep.memory()
 
     def release(self) -> int:
