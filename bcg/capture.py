@@ -25,7 +25,7 @@ from bcg.compilation import Compiler
 from bcg.config import RunnerConfig
 from bcg.entry import Entry, EntryKey, OutputTemplate
 from bcg.errors import CaptureError, GuardMiss, HostileOperationError, StateWriteError, VerificationError
-from bcg.graph import BreakableCUDAGraphCapture, EagerStep, GuardStep, same_value
+from bcg.graph import BreakableCUDAGraphCapture
 from bcg.interception import CaptureRun, DryRun, Finding, OperationFailedError, Policy
 from bcg.memory import OutsideMeter
 from bcg.module_state import ModuleState, describe_difference, moving_parts
@@ -34,6 +34,7 @@ from bcg.python_state import PythonState, host_random_state, host_random_state_k
 from bcg.signature import VARIABLE_POSITIONALS, Call
 from bcg.source import naming
 from bcg.static_inputs import StaticArena, StaticInputs
+from bcg.steps import EagerStep, GuardStep, same_value
 from bcg.verification import difference, fresh_inputs
 
 _log = logging.getLogger("bcg")

@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bcg import _torch
 from bcg.backends import Backend
 from bcg.errors import HostileOperationError, StateWriteError
-from bcg.graph import BreakableCUDAGraphCapture, same_value, tensors_in
+from bcg.graph import BreakableCUDAGraphCapture
 from bcg.operations import Arguments, Kind, base_name, classify, draws_random, generator_of
 from bcg.source import Where, where
+from bcg.steps import same_value, tensors_in
 
 # Functions that make a device tensor from host data without the dispatcher seeing the copy.
 _HOST_MAKERS: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})

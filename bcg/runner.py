@@ -29,7 +29,7 @@ from bcg.entry import Entry, EntryKey
 from bcg.errors import BcgError, CaptureError, ConfigError, GuardMiss, StateWriteError
 from bcg.events import Events
 from bcg.explanation import Explanation, not_captured, other_guard_values
-from bcg.graph import EagerStep, current_capture
+from bcg.graph import current_capture
 from bcg.interception import Finding
 from bcg.memory import MemoryReport
 from bcg.misses import Miss
@@ -40,6 +40,7 @@ from bcg.recapture import kept_content
 from bcg.signature import Call, CallBinder, Signature, TensorSpec, describe_difference
 from bcg.static_inputs import StaticArena
 from bcg.stats import Counters, RunnerStats
+from bcg.steps import EagerStep
 from bcg.upkeep import Host, Upkeep
 from bcg.warmup import Window, open_window, window_of
 

@@ -419,7 +419,7 @@ def test_a_guard_reads_again_in_every_replay_and_misses_on_another_value() -> No
     ids=str,
 )
 def test_values_of_guards_are_compared_by_type_and_value(one: Any, other: Any, same: bool) -> None:
-    assert bcg.graph.same_value(one, other) is same
+    assert bcg.steps.same_value(one, other) is same
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

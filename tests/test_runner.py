@@ -465,7 +465,7 @@ CONTAINERS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def tensors(value: Any) -> list[Tensor]:
-    return bcg.graph.tensors_in(value)
+    return bcg.steps.tensors_in(value)
 
 
 @pytest.mark.parametrize("name", CONTAINERS)

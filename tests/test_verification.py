@@ -141,7 +141,7 @@ NAN, INF = math.nan, math.inf
 )
 @pytest.mark.parametrize("close", [False, True])
 def test_equal_results_have_no_difference(value: Any, close: bool) -> None:
-    twin = bcg.graph.frozen(value)
+    twin = bcg.steps.frozen(value)
     assert difference(value, twin, close=close) is None
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bcg import _torch
 from bcg.backends.base import Backend, Pool, Recording, Segment
-from bcg.errors import HostileOperationError
+from bcg.errors import GuardMiss, HostileOperationError
 from bcg.operations import is_host_read
 
 # In-place operations that change a tensor object and not its memory: a replay has nothing to do.
@@ -55,6 +55,11 @@ class _Operation:
         fresh = _tensors(self.operator(*self.arguments, **self.keywords))
         for recorded, value in zip(self.results, fresh, strict=True):
             if recorded is not None:
+                if recorded.shape != value.shape:
+                    raise GuardMiss(
+                        f"{_torch.operator_name(self.operator)} gives another shape than at capture: expected "
+                        f"{list(recorded.shape)}, got {list(value.shape)}"
+                    )
                 _dense(recorded).copy_(_dense(value))
 
 
