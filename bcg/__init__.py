@@ -59,8 +59,8 @@ def warmup(runner: BreakableCudaGraphRunner | None = None) -> contextlib.Abstrac
     """Open a warmup window: the only place where calls of wrapped modules capture.
 
     Args:
-        runner: Open the window of this runner, for all threads; without it, the window of all runners, for this thread or
-            task (threads and executors do not inherit it).
+        runner: Open the window of this runner, for all threads; without it, the window of all runners, for this thread
+            or task (threads and executors do not inherit it).
 
     Returns:
         A context manager. A window that saw calls and captured nothing warns at its end.

@@ -43,9 +43,11 @@ def argument_position(operator: Any, name: str) -> int | None:
 
 @cache
 def can_decompose(operator: Any, device_type: str) -> bool:
-    """Tell whether an operator is made of others on a device; under inference mode such ones reach a dispatch mode whole.
+    """Tell whether an operator is made of others on a device; under inference mode such ones reach a dispatch mode
+    whole.
 
-    An operator with a kernel of its own there (``_fused_rms_norm`` on CUDA) must not be taken apart: eager runs the kernel.
+    An operator with a kernel of its own there (``_fused_rms_norm`` on CUDA) must not be taken apart: eager runs the
+    kernel.
     """
     key = {"cpu": "CPU", "cuda": "CUDA"}[device_type]
     own_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)

@@ -1,7 +1,7 @@
 """Capture one call of a module: warm up, record, verify, and try again where a break can help.
 
-Nothing here serves a call. Whatever goes wrong is a `CaptureError`; Python state and random number generators are then as
-they were before.
+Nothing here serves a call. Whatever goes wrong is a `CaptureError`; Python state and random number generators are then
+as they were before.
 """
 
 from __future__ import annotations
@@ -347,7 +347,8 @@ class Capturer:
         if after != before:
             lines = describe_difference(before, after)
             raise StateWriteError(
-                f"every forward changes Python state of the module ({'; '.join(lines[:3])}), which a replay would not: keep the state "
+                f"every forward changes Python state of the module ({'; '.join(lines[:3])}), which a replay would "
+                "not: keep the state "
                 "outside of the module and pass it in, or name the submodule in eager_modules.",
                 moving_parts(lines),
             )
@@ -468,7 +469,8 @@ def _same_generators(one: _Generators, other: _Generators) -> bool:
 
 @contextlib.contextmanager
 def _without_autocast_cache() -> Iterator[None]:
-    """Keep autocast from caching casted weights: a cached cast made in a capture would be scratch memory of the pool."""
+    """Keep autocast from caching casted weights: a cached cast made in a capture would be scratch memory of the "
+    "pool."""
     enabled = torch.is_autocast_cache_enabled()
     if not (enabled and _torch.any_autocast()):
         yield  # the flag is a guard of compiled code: left alone, nothing is compiled again
@@ -494,7 +496,8 @@ def _check_arguments(before: trees.Tree, after: trees.Tree) -> None:
     one, other = (dict(zip(tree.structure.paths, tree.leaves, strict=True)) for tree in (before, after))
     changed = [path for path in one | other if not (path in one and path in other and _is_same(one[path], other[path]))]
     raise StateWriteError(
-        f"the forward changes an argument ({', '.join(changed[:3]) or 'its structure'}), which a replay would not: pass "
+        f"the forward changes an argument ({', '.join(changed[:3]) or 'its structure'}), which a replay would not: "
+        "pass "
         "what changes as a tensor and return its new value."
     )
 
@@ -512,7 +515,9 @@ def _check_survivors(dry: DryRun, result: Any) -> None:
     if kept:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in kept[:3])
         raise StateWriteError(
-            f"every forward keeps {len(kept)} tensors that it makes (shapes {shapes}) beyond the call, in a cache or an "
-            "object: a replay would change them under whoever reads them later. Bound the cache by the signature, or name "
+            f"every forward keeps {len(kept)} tensors that it makes (shapes {shapes}) beyond the call, in a cache "
+            "or an "
+            "object: a replay would change them under whoever reads them later. Bound the cache by the signature, "
+            "or name "
             "the submodule in eager_modules."
         )

@@ -26,8 +26,8 @@ _log = logging.getLogger("bcg")
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the submodules that a model is made of, over and over.
 
-    diffusers names their classes in ``_repeated_blocks``. Where that is empty they are the members of every ``ModuleList``
-    that holds several modules of one class, unless inside of such a member.
+    diffusers names their classes in ``_repeated_blocks``. Where that is empty they are the members of every
+    ``ModuleList`` that holds several modules of one class, unless inside of such a member.
 
     Args:
         module: The model.

@@ -92,11 +92,12 @@ class RunnerConfig:
         eager_modules: Patterns of submodule names that run as eager breaks (``fnmatch``: ``*.ff_i``).
         eager_functions: Functions, as ``package.module:function``, that run as eager breaks.
         module_breaks: Turn a submodule into an eager break when its host reads change with the content.
-        compile: ``off``; ``blocks`` compiles every repeated block class for captures; ``model`` the whole forward. Results
-            are then close to eager, not equal; eager calls stay uncompiled.
+        compile: ``off``; ``blocks`` compiles every repeated block class for captures; ``model`` the whole forward.
+            Results are then close to eager, not equal; eager calls stay uncompiled.
         compile_mode: torch.compile's mode; one that makes CUDA graphs of its own is refused.
         compile_backend: torch.compile's backend.
-        compile_dynamic: ``auto`` (static shapes first, one dynamic version when another shape comes), ``yes`` or ``no``.
+        compile_dynamic: ``auto`` (static shapes first, one dynamic version when another shape comes), ``yes`` or
+            ``no``.
         compile_cache: Directory for torch's portable compile artifacts, so that the next process starts without
             compiling; None for none.
         autotune: Time eager and each way to replay at capture, and keep the fastest. Never on the tape.

@@ -74,21 +74,24 @@ class Miss:
         if self.looks >= _MAX_LOOKS or len(self.callers) >= MAX_CALLERS:
             return
         self.looks += 1
-        caller = caller_arguments(active_adapters(module))
+        caller = caller_arguments(active_adapters(module), module=module)
         if caller is not None:
             self.callers[caller] = self.callers.get(caller, 0) + 1
 
 
-def caller_arguments(adapters: tuple[tuple[str, float], ...] = ()) -> CallerArguments | None:
+def caller_arguments(
+    adapters: tuple[tuple[str, float], ...] = (), *, module: nn.Module | None = None
+) -> CallerArguments | None:
     """Look up the stack for the pipeline call that we are in and describe its arguments.
 
     A pipeline class is never patched, so its ``__call__`` is found where it is: the nearest frame of a method of that
-    name whose object is not a module. It has resolved its defaults by then (``height = height or ...``). The
-    alternative, deriving heights from latent shapes, needs every family's VAE scales and patch sizes and cannot tell
-    the guidance. It is looked at only when a call misses, and a bounded number of times.
+    name whose object holds the module and is none itself. It has resolved its defaults by then (``height = height or
+    ...``). The alternative, deriving heights from latent shapes, needs every family's VAE scales and patch sizes and
+    cannot tell the guidance. It is looked at only when a call misses, and a bounded number of times.
 
     Args:
         adapters: The module's active adapters, to be kept with the arguments.
+        module: The module that was called; None for whatever the nearest object is.
 
     Returns:
         The arguments; None where the module was not called from a pipeline.
@@ -103,7 +106,7 @@ def caller_arguments(adapters: tuple[tuple[str, float], ...] = ()) -> CallerArgu
         ((('batch_size', 2), ('height', 64)), ('prompt',))
     """
     for frame in _outer_frames():
-        if frame.f_code.co_name == "__call__" and _is_pipeline(frame.f_locals.get("self")):
+        if frame.f_code.co_name == "__call__" and _is_pipeline(frame.f_locals.get("self"), module):
             return _describe(frame, adapters)
     return None
 
@@ -117,9 +120,12 @@ def _outer_frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_pipeline(owner: object) -> bool:
+def _is_pipeline(owner: object, module: nn.Module | None) -> bool:
     # A runner's __call__ and a module's are on the way; a runner passes for a module.
-    return owner is not None and not isinstance(owner, nn.Module)
+    if owner is None or isinstance(owner, nn.Module):
+        return False
+    held = [value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, nn.Module)]
+    return module is None or any(getattr(value, "__wrapped__", value) is module for value in held)
 
 
 def _describe(frame: FrameType, adapters: tuple[tuple[str, float], ...]) -> CallerArguments:

@@ -41,7 +41,8 @@ def patched(
         module: The module that is captured.
         broken: Names of submodules that are to be eager breaks.
         functions: Names and Python functions that are to be eager breaks.
-        compiled: By the names of submodules (the module itself is the empty name), what runs in place of their forwards.
+        compiled: By the names of submodules (the module itself is the empty name), what runs in place of their
+            forwards.
 
     Yields:
         Nothing; the patches are undone when the block ends.

@@ -22,8 +22,8 @@ _RETURN_SELF = (
 class ModuleProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]  # generic in wrapt's stubs alone
     """Stand in for a module wherever diffusers, accelerate or peft looks at it.
 
-    ``isinstance`` and ``x.__class__`` say the module's class; attribute reads and writes go to the module. What a subclass
-    keeps for itself is named ``_self_…``.
+    ``isinstance`` and ``x.__class__`` say the module's class; attribute reads and writes go to the module. What a
+    subclass keeps for itself is named ``_self_…``.
 
     Args:
         module: The module.
@@ -40,7 +40,8 @@ class ModuleProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]  # generic in wr
             )
         if _has_no_forward(module):
             raise NotAModuleError(
-                f"{type(module).__name__} has no forward and so cannot be called: wrap the module that the pipeline calls."
+                f"{type(module).__name__} has no forward and so cannot be called: wrap the module that the pipeline "
+                "calls."
             )
         super().__init__(module)
 

@@ -45,8 +45,8 @@ class CaptureReport:
 def inspect(module: nn.Module, *args: Any, **kwargs: Any) -> CaptureReport:
     """Report what a capture of a call meets: hoists, guards, breaks, opaque arguments, with their source lines.
 
-    Runs the forward a few times, on the device where the module is (the tape stands in for a graph on the CPU), and keeps
-    no graph. Module and random state are as before.
+    Runs the forward a few times, on the device where the module is (the tape stands in for a graph on the CPU), and
+    keeps no graph. Module and random state are as before.
 
     Args:
         module: The module, or a runner.

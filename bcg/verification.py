@@ -21,8 +21,8 @@ def fresh_inputs(live: Sequence[Tensor]) -> list[Tensor]:
     """Return inputs with other values that a forward can work with as well.
 
     Floating-point tensors have their own elements permuted; tensors of one value are scaled by a factor between 0.5 and
-    1, and zeros stay zeros. Masks (only zeros and ones), integers and booleans are kept, since they steer shapes: values
-    drawn anew gave false guard misses and could index out of range.
+    1, and zeros stay zeros. Masks (only zeros and ones), integers and booleans are kept, since they steer shapes:
+    values drawn anew gave false guard misses and could index out of range.
 
     Args:
         live: The tensors of a call.
@@ -95,7 +95,8 @@ def _leaf_difference(expected: Any, got: Any, close: bool) -> str | None:
         same = type(expected) is type(got) and (expected is got or repr(expected) == repr(got))
         return None if same else f"expected {expected!r}, got {got!r}"
     if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
-        return f"expected {expected.dtype}{list(expected.shape)}, got {getattr(got, 'dtype', type(got))}{list(getattr(got, 'shape', ()))}"
+        form = f"{got.dtype}{list(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
+        return f"expected {expected.dtype}{list(expected.shape)}, got {form}"
     if bool(torch.eq(expected, got).logical_or(expected.isnan().logical_and(got.isnan())).all()):
         return None
     if not expected.is_floating_point():

@@ -15,8 +15,8 @@ _log = logging.getLogger("bcg")
 class Window:
     """One warmup window, closed for good when its block ends.
 
-    A context variable is copied into tasks that are started inside the block and outlive it, so it holds this object and
-    not a flag.
+    A context variable is copied into tasks that are started inside the block and outlive it, so it holds this object
+    and not a flag.
 
     Attributes:
         calls: Calls of runners that the window saw.

@@ -109,8 +109,10 @@ class _RecordingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if is_host_read(func):
             raise HostileOperationError(
-                f"{_torch.operator_name(func)} reads a tensor on the host inside a graph segment, where CUDA refuses it and a "
-                "replay would not read again: read it in a function decorated with eager_on_graph, or capture with bcg.wrap, "
+                f"{_torch.operator_name(func)} reads a tensor on the host inside a graph segment, where CUDA "
+                "refuses it and a "
+                "replay would not read again: read it in a function decorated with eager_on_graph, or capture with "
+                "bcg.wrap, "
                 "which turns host reads into guards."
             )
         if _torch.can_decompose(func, "cpu"):
