@@ -33,6 +33,7 @@ _MAX_EXTRA_LETTERS: Final = 8
 _MAX_TRUNCATION_STEPS: Final = 50
 _LATE_ENDINGS: Final = ("_stop", "_end", "_ratio", "_truncation")
 _IMAGE_CLASSES: Final = ("Edit", "Kontext", "ImageToVideo", "Img2Img", "I2V")
+_REPEATS: Final = ("num_images_per_prompt", "num_videos_per_prompt")
 _SECOND_STREAM: Final = ("_2", "_3")
 _SEED: Final = 7_919
 
@@ -179,7 +180,9 @@ class CallBuilder:
         if any(name.startswith("prompt_embeds") for name in request.arguments):
             return {}
         negative = self._negative(request)
-        if self.takes_embeddings:
+        # Some pipelines repeat the embeddings that they made for several images, and not those that they were given.
+        is_repeated = any(request.arguments.get(name, 1) != 1 for name in _REPEATS)
+        if self.takes_embeddings and not is_repeated:
             return self._embeddings(request, negative, seed)
         text = SHORT_PROMPT if request.text_length is None else self._text_of_length(request.text_length)
         given: dict[str, Any] = {"prompt": [text] * request.batch_size if request.batch_size > 1 else text}
