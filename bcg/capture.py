@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -100,6 +101,7 @@ class Capturer:
         self._compiler = Compiler(module, device, config)
         self._compiles = False
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}  # of eager modules, which may write to them, with copies
+        self._random = False  # forwards draw from the default generators, which are then put back
         self._unsettled: list[Any] = []  # the result of a first forward that changed Python state
         functions = {name: resolve_function(name) for name in config.eager_functions}
         self._torch_functions = frozenset(function for function in functions.values() if is_torch_function(function))
@@ -135,6 +137,7 @@ class Capturer:
     def _capture(self, call: Call) -> Entry:
         before = PythonState(self._module)
         generators = self._backend.generator_states(self._pool.device)
+        self._random = False
         try:
             with _without_autocast_cache(), host_random_state_kept(), naming(self._module):
                 entry = self._try_until_verified(call, generators)
@@ -151,7 +154,7 @@ class Capturer:
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Let Python state and random number generators stand, after a block, where they stood before it."""
+        """Let Python state and generators stand as before a block, in which forwards like the last captured one run."""
         before = PythonState(self._module)
         generators = self._backend.generator_states(self._pool.device)
         try:
@@ -175,6 +178,7 @@ class Capturer:
         """
         before = PythonState(self._module)
         generators = self._backend.generator_states(self._pool.device)
+        self._random = False
         try:
             with _without_autocast_cache(), host_random_state_kept(), naming(self._module):
                 plan = self._plan(self._learned().classes)
@@ -280,9 +284,14 @@ class Capturer:
                     self._buffers[path] = tensor, tensor.clone()
 
     def _put_back(self, generators: _Generators) -> None:
-        """Let generators and the buffers of eager modules be as they were before the capture."""
-        for generator, state in generators:
-            generator.set_state(state)
+        """Let generators and the buffers of eager modules be as they were before the capture.
+
+        The generators belong to all threads: where the forward draws no numbers they are left alone, or a thread that
+        serves would draw its numbers twice.
+        """
+        if self._random:
+            for generator, state in generators:
+                generator.set_state(state)
         with torch.inference_mode():  # may write to inference tensors and to others
             for tensor, content in self._buffers.values():
                 tensor.copy_(content)
@@ -312,13 +321,21 @@ class Capturer:
         """Run the forward as eager would, until it is in a steady state; return what the last run met."""
         protected = self._protected(call, inputs)
         drew_on_host = []
+        ends: list[_Generators] = []
         self._keep_buffers(plan)
         for iteration in range(self._config.warmup_iterations):
             dry = DryRun(self._backend, protected, plan.policy)
             host_random = host_random_state()
-            self._run_dry(call, inputs, plan, dry, steady=iteration > 0)
+            try:
+                self._run_dry(call, inputs, plan, dry, steady=iteration > 0)
+            finally:
+                ends.append(self._backend.generator_states(self._pool.device))
+                self._random = self._random or dry.random or dry.runs_unseen or _moves_alone(generators, ends[-1])
             drew_on_host.append(host_random != host_random_state())
             dry.written = self._written_buffers()
+            self._put_back(generators)
+        if not self._random and self._seeds(call, inputs, plan, generators, ends):
+            self._random = True
             self._put_back(generators)
         if all(drew_on_host):  # once could have been another thread
             raise HostileOperationError(
@@ -326,6 +343,25 @@ class Capturer:
                 "outside of the module and pass them in."
             )
         return dry
+
+    def _seeds(
+        self, call: Call, inputs: StaticInputs, plan: _Plan, before: _Generators, ends: list[_Generators]
+    ) -> bool:
+        """Tell whether each forward sets a generator, which no operation shows, and not another thread moved it."""
+        states = [[state for _, state in each] for each in (before, ends[0], ends[-1])]
+        moved = [not torch.equal(start, end) and torch.equal(one, end) for start, one, end in zip(*states, strict=True)]
+        if not any(moved):
+            return False
+        for generator, _ in before:
+            torch.empty(1, device=generator.device).uniform_(generator=generator)
+        self._run_dry(
+            call, inputs, plan, DryRun(self._backend, self._protected(call, inputs), plan.policy), steady=True
+        )
+        now = self._backend.generator_states(self._pool.device)
+        return any(
+            is_moved and torch.equal(end, state)
+            for is_moved, end, (_, state) in zip(moved, states[2], now, strict=True)
+        )
 
     def _run_dry(self, call: Call, inputs: StaticInputs, plan: _Plan, dry: DryRun, *, steady: bool) -> None:
         args, kwargs = call.rebuild(inputs.tensors)
@@ -415,7 +451,8 @@ class Capturer:
             entry.verified = "off"
             return None
         try:
-            problem = self._compare(entry, call, fresh_inputs(call.tensors), self._fresh_generators(generators))
+            given = self._fresh_generators(generators) if self._random else generators
+            problem = self._compare(entry, call, fresh_inputs(call.tensors), given)
         except GuardMiss as miss:
             return miss
         if problem is not None:
@@ -438,7 +475,8 @@ class Capturer:
         self._put_back(generators)
         got = entry.replay(tensors)
         problem = difference(expected, got, close=self._is_close())
-        if problem is None and not _same_generators(drawn, self._backend.generator_states(self._pool.device)):
+        left = self._backend.generator_states(self._pool.device)
+        if problem is None and self._random and not _same_generators(drawn, left):
             problem = "random number generators are left in another state"
         entry.hits = 0
         return problem
@@ -461,6 +499,11 @@ class _Plan:
 
 class _UnwatchedError(CaptureError):
     """A capture without interception failed; with it, the operation can be found."""
+
+
+def _moves_alone(before: _Generators, after: _Generators) -> bool:
+    """Tell whether a forward moved the generators though no operation was seen to draw; another thread may have, too."""
+    return threading.active_count() == 1 and not _same_generators(before, after)
 
 
 def _same_generators(one: _Generators, other: _Generators) -> bool:
