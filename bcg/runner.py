@@ -292,9 +292,7 @@ class BreakableCudaGraphRunner(BaseRunner):
                 self._self_counters.add("replays")
                 return result
         # Asked only now: what was captured was not refused, and a refusal follows from the signature and the state.
-        refusal = self._refusal_of_module(call)
-        if refusal is not None:
-            self._note_refusal(refusal)
+        if not self._module_allows(call):
             return _NOT_SERVED
         window = window_of(self._self_identity)
         if self._may_capture(window) and len(variants) < self._self_config.max_variants:
@@ -338,6 +336,12 @@ class BreakableCudaGraphRunner(BaseRunner):
         reason = self._self_state.refusal()
         self._self_refused = reason is not None
         return reason or self._self_backend.refusal() or self._device_refusal(call.signature)
+
+    def _module_allows(self, call: Call) -> bool:
+        reason = self._refusal_of_module(call)
+        if reason is not None:
+            self._note_refusal(reason)
+        return reason is None
 
     def _gradient_refusal(self, call: Call) -> str | None:
         if not torch.is_grad_enabled():
@@ -518,7 +522,7 @@ class BreakableCudaGraphRunner(BaseRunner):
             key = self._key(call)
             if self._self_cache.find(key):
                 return True
-            return self._capture(key, call) is not None
+            return self._module_allows(call) and self._capture(key, call) is not None
 
     def observe(self, *args: Any, **kwargs: Any) -> list[Finding]:
         """Run a call's forward without capturing, and return what a capture would meet.
@@ -537,7 +541,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         if call is None or not self.can_run_graph(call):
             return []
         with self._locked():
-            return self._capturer().observe(call)
+            return self._capturer().observe(call) if self._module_allows(call) else []
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """Say whether a call would replay, and if not why; nothing is run but the guards' reads.

@@ -480,3 +480,39 @@ def test_threads_with_runners_that_share_a_pool_and_call_each_other_do_not_wait_
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
+
+
+# -- what stands in the way --------------------------------------------------------------------------------------------
+
+
+def test_a_capture_that_runs_out_of_memory_leaves_the_call_known() -> None:
+    class Hungry(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if full[0] and bcg.graph.current_capture() is not None:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return x * 2
+
+    full = [False]
+    runner = bcg.wrap(Hungry())
+    capture(runner, 10)
+    runner.release()
+    full[0] = True
+    assert runner.recapture() == 0
+    full[0] = False
+    assert runner.recapture() == 1
+    check_replays(runner, 10)
+
+
+def test_an_allocator_that_cannot_be_used_is_refused_with_one_message(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(TapeBackend, "refusal", lambda _: "the allocator tells nothing of its blocks")
+    runner = bcg.wrap(Double())
+    for _ in range(3):
+        with bcg.warmup():
+            x = torch.randn(3)
+            assert torch.equal(runner(x), x * 2)
+    assert not runner.capture(torch.randn(3))
+    assert (runner.stats.captures, runner.stats.eager_calls, runner.stats.refusals) == (0, 3, 4)
+    assert caplog.text.count("the allocator tells nothing") == 1
+    assert runner.explain(torch.randn(3)) == "runs eagerly: the allocator tells nothing of its blocks."

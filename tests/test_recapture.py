@@ -265,6 +265,9 @@ def test_a_module_that_must_not_be_captured_now_is_left_alone_and_its_calls_stay
     runner.release()
     add_hook_to_module(bcg.unwrap(runner).first, AlignDevicesHook(execution_device="cpu", offload=True))
     assert (runner.recapture(), runner.stats.captures, runner.stats.rejections) == (0, 1, 0)
+    assert not runner.capture(*call_inputs(2))
+    assert runner.observe(*call_inputs(2)) == []
+    assert (runner.stats.captures, runner.stats.rejections) == (1, 0)
     remove_hook_from_module(bcg.unwrap(runner).first)
     bcg.unwrap(runner).requires_grad_(False)
     assert runner.recapture() == 1
