@@ -218,7 +218,9 @@ class Entry:
         Returns:
             Which guard it misses; None where the entry serves it.
         """
-        hits, generators = self.hits, self.pool.backend.generator_states(self.pool.device)
+        # Only where a replay draws: the generators belong to all threads.
+        hits = self.hits
+        generators = self.pool.backend.generator_states(self.pool.device) if self.random else []
         try:
             self.replay(live)
         except GuardMiss as miss:
