@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar, cast, overload
@@ -29,6 +30,7 @@ from bcg.steps import EagerStep, GuardStep, Step, frozen, tensors_in
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_log = logging.getLogger("bcg")
 _tokens = itertools.count(1)
 
 
@@ -241,7 +243,10 @@ class BreakableCUDAGraphCapture:
         with contextlib.suppress(Exception):
             self._recording.abort()
         self.graph.reset()
-        self._context.close()
+        try:
+            self._context.close()
+        except Exception:
+            _log.warning("leaving a failed capture raised as well", exc_info=True)
 
     def _begin_segment(self) -> None:
         self._recording.begin_segment()
