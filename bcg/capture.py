@@ -27,11 +27,12 @@ from bcg.config import RunnerConfig
 from bcg.entry import Entry, EntryKey, OutputTemplate
 from bcg.errors import CaptureError, GuardMiss, HostileOperationError, StateWriteError, VerificationError
 from bcg.graph import BreakableCUDAGraphCapture
+from bcg.host_random import HostRandomWatch
 from bcg.interception import CaptureRun, DryRun, Finding, OperationFailedError, Policy
 from bcg.memory import OutsideMeter
 from bcg.module_state import ModuleState, describe_difference, moving_parts
 from bcg.patching import broken_modules, compiled_submodules, is_torch_function, patched, resolve_function
-from bcg.python_state import PythonState, host_random_state, host_random_state_kept
+from bcg.python_state import PythonState
 from bcg.signature import VARIABLE_POSITIONALS, Call
 from bcg.source import naming
 from bcg.static_inputs import StaticArena, StaticInputs
@@ -139,7 +140,7 @@ class Capturer:
         generators = self._backend.generator_states(self._pool.device)
         self._random = False
         try:
-            with _without_autocast_cache(), host_random_state_kept(), naming(self._module):
+            with _without_autocast_cache(), naming(self._module):
                 entry = self._try_until_verified(call, generators)
         except BaseException:
             before.restore()
@@ -158,8 +159,7 @@ class Capturer:
         before = PythonState(self._module)
         generators = self._backend.generator_states(self._pool.device)
         try:
-            with host_random_state_kept():
-                yield
+            yield
         finally:
             before.restore()
             self._put_back(generators)
@@ -180,7 +180,7 @@ class Capturer:
         generators = self._backend.generator_states(self._pool.device)
         self._random = False
         try:
-            with _without_autocast_cache(), host_random_state_kept(), naming(self._module):
+            with _without_autocast_cache(), naming(self._module):
                 plan = self._plan(self._learned().classes)
                 return self._warm_up(call, self._inputs(call), plan, generators).findings
         finally:
@@ -320,24 +320,29 @@ class Capturer:
     def _warm_up(self, call: Call, inputs: StaticInputs, plan: _Plan, generators: _Generators) -> DryRun:
         """Run the forward as eager would, until it is in a steady state; return what the last run met."""
         protected = self._protected(call, inputs)
-        drew_on_host = []
+        watches: list[HostRandomWatch] = []
         ends: list[_Generators] = []
         self._keep_buffers(plan)
         for iteration in range(self._config.warmup_iterations):
             dry = DryRun(self._backend, protected, plan.policy)
-            host_random = host_random_state()
+            watches.append(HostRandomWatch())
             try:
-                self._run_dry(call, inputs, plan, dry, steady=iteration > 0)
+                with watches[-1]:
+                    self._run_dry(call, inputs, plan, dry, steady=iteration > 0)
+            except BaseException:
+                watches[0].put_back()
+                raise
             finally:
                 ends.append(self._backend.generator_states(self._pool.device))
                 self._random = self._random or dry.random or dry.runs_unseen or _moves_alone(generators, ends[-1])
-            drew_on_host.append(host_random != host_random_state())
             dry.written = self._written_buffers()
             self._put_back(generators)
         if not self._random and self._seeds(call, inputs, plan, generators, ends):
             self._random = True
             self._put_back(generators)
-        if all(drew_on_host):  # once could have been another thread
+        # Once numpy's state could have been moved by another thread.
+        if any(watch.drew_python for watch in watches) or all(watch.moved_numpy for watch in watches):
+            watches[0].put_back()
             raise HostileOperationError(
                 "every forward draws from Python's or numpy's random numbers, which a replay would not: draw them "
                 "outside of the module and pass them in."
@@ -502,7 +507,7 @@ class _UnwatchedError(CaptureError):
 
 
 def _moves_alone(before: _Generators, after: _Generators) -> bool:
-    """Tell whether a forward moved the generators though no operation was seen to draw; another thread may have, too."""
+    """Tell whether a forward moved the generators though no operation drew; another thread may have, too."""
     return threading.active_count() == 1 and not _same_generators(before, after)
 
 

@@ -22,6 +22,7 @@ from bcg import _torch
 from bcg.backends import Backend
 from bcg.errors import HostileOperationError, StateWriteError
 from bcg.graph import BreakableCUDAGraphCapture
+from bcg.host_random import unprofiled
 from bcg.operations import Arguments, Kind, base_name, classify, draws_random, generator_of
 from bcg.source import Where, where
 from bcg.steps import same_value, tensors_in
@@ -471,7 +472,7 @@ class DryRun(Watch):
         self.find(kind, name, place)
         given = [tensor for tensor in tensors_in((args, kwargs)) if _torch.storage_key(tensor) not in self._born]
         versions = [_version(tensor) for tensor in given]
-        with self.unwatched():
+        with self.unwatched(), unprofiled():
             result = function(*args, **kwargs)
         for tensor, version in zip(given, versions, strict=True):
             if _version(tensor) != version:

@@ -7,8 +7,6 @@ find a state that eager alone would not have led to.
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -96,27 +94,6 @@ class PythonState:
         for cell, content in self._cells:
             if content is not _EMPTY and content is not _content(cell):
                 cell.cell_contents = content
-
-
-@contextlib.contextmanager
-def host_random_state_kept() -> Iterator[None]:
-    """Let Python's and numpy's global generators stand, after a block, where they stood before it."""
-    state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-
-
-def host_random_state() -> tuple[object, ...]:
-    """Return by value where Python's and numpy's global generators stand."""
-    numpy = sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy is not None else ()
-    return (random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in state))
 
 
 def _is_foreign(value: Any) -> bool:

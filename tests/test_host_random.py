@@ -1,0 +1,95 @@
+"""Who drew from the global random numbers, and how they go on."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bcg
+from bcg.host_random import HostRandomWatch
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: random.uniform(0, 1), lambda: random.seed(3), lambda: random.choice([1, 2])],
+    ids=["random", "uniform", "seed", "choice"],
+)
+def test_a_draw_from_pythons_random_numbers_is_noticed_and_put_back(draw: Any) -> None:
+    state = random.getstate()
+    with HostRandomWatch() as watch:
+        draw()
+    assert watch.drew_python and not watch.moved_numpy
+    watch.put_back()
+    assert random.getstate() == state
+
+
+def test_a_draw_from_numpys_random_numbers_is_noticed_and_put_back() -> None:
+    numpy.random.seed(1)
+    expected = numpy.random.rand()
+    numpy.random.seed(1)
+    with HostRandomWatch() as watch:
+        numpy.random.rand()
+    assert watch.moved_numpy and not watch.drew_python
+    watch.put_back()
+    assert numpy.random.rand() == expected
+
+
+def test_generators_of_ones_own_and_draws_of_other_threads_are_none_of_its_business() -> None:
+    with HostRandomWatch() as watch:
+        random.Random(3).random()
+        thread = threading.Thread(target=random.random)
+        thread.start()
+        thread.join()
+        state = random.getstate()
+    watch.put_back()
+    assert not watch.drew_python
+    assert random.getstate() == state
+
+
+def test_a_profiler_of_the_user_stays() -> None:
+    def profile(*arguments: Any) -> None:
+        pass
+
+    sys.setprofile(profile)
+    try:
+        with HostRandomWatch() as watch:
+            random.random()
+            assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(None)
+    assert not watch.drew_python
+
+
+def test_a_capture_is_not_rejected_for_what_another_thread_draws() -> None:
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            random.random()
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            state = random.getstate()
+            for _ in range(10_000):
+                if random.getstate() != state:  # the other thread drew meanwhile
+                    break
+            return x + 1
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        runner = bcg.wrap(Slow())
+        with torch.no_grad():
+            assert runner.capture(torch.ones(2))
+            for value in (2.0, 3.0):
+                assert torch.equal(runner(torch.full((2,), value)), torch.full((2,), value + 1))
+    finally:
+        stop.set()
+        thread.join()
