@@ -145,7 +145,7 @@ class Walk:
         self._queue: list[tuple[str, nn.Module]] = []
         self._alive: list[Any] = []
         self._enlist(root, "")
-        self._reads_all_adapters = any(probes.chooses_adapters_in_calls(type(module)) for _, module in self._queue)
+        self._reads_all_adapters = any(_chooses_adapters(module) for _, module in self._queue)
 
     def run(self) -> dict[str, Entries]:
         """Return the entries of every module by its path, and those of what all modules share.
@@ -462,6 +462,11 @@ def _cell(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return NotImplemented
+
+
+def _chooses_adapters(module: nn.Module) -> bool:
+    kind: Any = type(module)  # a class is hashable, whatever its __hash__ says to a type checker
+    return probes.chooses_adapters_in_calls(kind)
 
 
 def _package(module_name: Any) -> str:

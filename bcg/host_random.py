@@ -33,7 +33,8 @@ class HostRandomWatch:
     def __init__(self) -> None:
         self.drew_python = False
         self.moved_numpy = False
-        self._python_owner = random.random.__self__  # the object behind the functions of `random`
+        # The object behind the functions of `random`.
+        self._python_owner: Any = random.random.__self__  # type: ignore[attr-defined]
         self._python_state: Any = None
         self._numpy_state: Any = None
 

@@ -12,7 +12,7 @@ import threading
 import traceback
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -22,6 +22,7 @@ from bcg import probes
 from bcg.ambient import ambient_refusal
 from bcg.autotune import Tuner
 from bcg.backends import Backend, Pool, backend_for
+from bcg.base_runner import BaseRunner, EagerRunner, device_of
 from bcg.cache import EntriesView, EntryCache
 from bcg.capture import Capturer, Seams
 from bcg.config import RunnerConfig
@@ -37,12 +38,12 @@ from bcg.module_state import ModuleState
 from bcg.pools import is_working, working_in
 from bcg.proxy import ModuleProxy
 from bcg.recapture import kept_content
-from bcg.signature import Call, CallBinder, Signature, TensorSpec, describe_difference
+from bcg.refusals import device_refusal, gradient_refusal
+from bcg.signature import Call, CallBinder, Signature, describe_difference
 from bcg.static_inputs import StaticArena
-from bcg.stats import Counters, RunnerStats
 from bcg.steps import EagerStep
 from bcg.upkeep import Host, Upkeep
-from bcg.warmup import Window, open_window, window_of
+from bcg.warmup import Window, window_of
 
 _MAX_MISSES = 256  # different missed signatures that are remembered and explained
 _MAX_VALUES_OF_A_NUMBER: Final = 8  # a LoRA scale has a few values, a time step has many
@@ -52,110 +53,6 @@ Prepare = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dic
 """Maps a call's arguments to those that the module is called with."""
 
 _module_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-
-
-class _Identity:
-    """Stands for a runner where it is a key: the runner itself hashes and compares as its module."""
-
-
-class BaseRunner(ModuleProxy):
-    """Serve the calls of a module, and be the module in everything else.
-
-    Args:
-        module: The module to serve.
-        config: Options; from the environment where left out.
-    """
-
-    def __init__(self, module: nn.Module, config: RunnerConfig | None = None) -> None:
-        super().__init__(module)
-        self._self_config = config if config is not None else RunnerConfig.from_environment()
-        self._self_identity = _Identity()
-        self._self_counters = Counters()
-        self._self_warmed_up = False
-
-    @property
-    def stats(self) -> RunnerStats:
-        """Counters, as they are now."""
-        return self._self_counters.snapshot()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Serve one call of the module.
-
-        Args:
-            *args: As the module's forward takes them.
-            **kwargs: Likewise.
-
-        Returns:
-            What the module returns.
-        """
-        self._self_counters.add("calls")
-        return self._run_eagerly(args, kwargs)
-
-    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._self_counters.add("eager_calls")
-        return self.__wrapped__(*args, **kwargs)
-
-    def warmup(self, specs: Sequence[Mapping[str, Any]] = ()) -> bool:
-        """Warm the module up once: a dummy run of each spec inside a window of this runner.
-
-        What the first calls of a process cost (kernel selection, handles, compiling, captures, autotuning) is paid
-        here. Where there are ranks, they wait for each other before.
-
-        Args:
-            specs: As in `dummy_run`, the largest first.
-
-        Returns:
-            Whether it ran; False where it had run before.
-
-        Example:
-            >>> import bcg
-            >>> runner = bcg.wrap(torch.nn.Linear(4, 2).requires_grad_(False))
-            >>> runner.warmup([{"input": ((3, 4), torch.float32)}]), runner.warmup()
-            (True, False)
-        """
-        if self._self_warmed_up:
-            return False
-        self._self_warmed_up = True
-        self._wait_for_ranks()
-        with open_window(self._self_identity):
-            for spec in specs:
-                self.dummy_run(spec)
-        return True
-
-    def _wait_for_ranks(self) -> None:
-        """Wait until all ranks are here; a runner without ranks has nothing to wait for."""
-
-    def dummy_run(self, spec: Mapping[str, Any]) -> Any:
-        """Call the module with synthetic inputs.
-
-        Args:
-            spec: By argument name either a value that is passed as it is, or ``(shape, dtype)`` for a tensor on the
-                module's device: normal numbers for floating dtypes, ones for booleans, zeros for integers.
-
-        Returns:
-            What the call returns.
-
-        Example:
-            >>> import bcg
-            >>> runner = bcg.EagerRunner(torch.nn.Linear(4, 2))
-            >>> runner.dummy_run({"input": ((3, 4), torch.float32)}).shape
-            torch.Size([3, 2])
-        """
-        device = _device_of(self.__wrapped__)
-        return self(**{name: _synthetic(value, device) for name, value in spec.items()})
-
-    def _rewrap(self, module: nn.Module) -> BaseRunner:
-        return type(self)(module, self._self_config)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.__wrapped__, self._self_config)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({type(self.__wrapped__).__name__})"
-
-
-class EagerRunner(BaseRunner):
-    """Run every call eagerly; what `BreakableCudaGraphRunner` is compared with."""
 
 
 class BreakableCudaGraphRunner(BaseRunner):
@@ -325,7 +222,7 @@ class BreakableCudaGraphRunner(BaseRunner):
             self._self_refused = reason is not None
             if reason is not None:
                 return reason
-        reason = ambient_refusal() or self._gradient_refusal(call)
+        reason = ambient_refusal() or gradient_refusal(self.__wrapped__, call)
         if reason is None and self._self_backend.is_capturing():
             reason = "another CUDA graph is being captured"
         return reason
@@ -335,29 +232,13 @@ class BreakableCudaGraphRunner(BaseRunner):
         assert call.signature is not None
         reason = self._self_state.refusal()
         self._self_refused = reason is not None
-        return reason or self._self_backend.refusal() or self._device_refusal(call.signature)
+        return reason or self._self_backend.refusal() or device_refusal(call.signature, self._capturer().device)
 
     def _module_allows(self, call: Call) -> bool:
         reason = self._refusal_of_module(call)
         if reason is not None:
             self._note_refusal(reason)
         return reason is None
-
-    def _gradient_refusal(self, call: Call) -> str | None:
-        if not torch.is_grad_enabled():
-            return None
-        needed = any(tensor.requires_grad for tensor in call.tensors)
-        if needed or any(parameter.requires_grad for parameter in self.__wrapped__.parameters()):
-            return "gradients are required: call the module under torch.no_grad() or torch.inference_mode()"
-        return None
-
-    def _device_refusal(self, signature: Signature) -> str | None:
-        device = self._capturer().device
-        allowed = {str(device), "cpu"}
-        for path, spec in zip(_tensor_paths(signature), signature.tensor_specs, strict=True):
-            if spec.device not in allowed:
-                return f"argument `{path}` is on {spec.device}, but the module is on {device}"
-        return None
 
     def _note_refusal(self, reason: str) -> None:
         self._self_counters.add("refusals")
@@ -731,7 +612,7 @@ class BreakableCudaGraphRunner(BaseRunner):
 
     def _capturer(self) -> Capturer:
         """Return what captures on the device where the module is now."""
-        device = _device_of(self.__wrapped__)
+        device = device_of(self.__wrapped__)
         assert self._self_capturer is not None
         if self._self_capturer.device != device:
             with self._self_lock:
@@ -741,7 +622,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         return self._self_capturer
 
     def _make_capturer(self) -> None:
-        device = _device_of(self.__wrapped__)
+        device = device_of(self.__wrapped__)
         self._self_pool = self._pool_on(device)
         self._self_tuner = None
         self._self_backend: Backend = self._self_pool.backend
@@ -902,30 +783,6 @@ def unwrap(runner: nn.Module) -> nn.Module:
 def _is_number(signature: Signature, path: str) -> bool:
     named = zip(signature.structure.paths, signature.leaf_keys, strict=True)
     return any(name == path and key[0] in (int, float) for name, key in named)
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    for tensors in (module.parameters(), module.buffers()):
-        for tensor in tensors:
-            return tensor.device
-    return torch.device("cpu")
-
-
-def _synthetic(value: Any, device: torch.device) -> Any:
-    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype)):
-        return value
-    shape, dtype = value
-    if dtype.is_floating_point:
-        return torch.randn(shape, device=device).to(dtype)
-    return (torch.ones if dtype == torch.bool else torch.zeros)(shape, dtype=dtype, device=device)
-
-
-def _tensor_paths(signature: Signature) -> list[str]:
-    return [
-        path
-        for path, key in zip(signature.structure.paths, signature.leaf_keys, strict=True)
-        if isinstance(key, TensorSpec)
-    ]
 
 
 __all__ = ["BaseRunner", "BreakableCudaGraphRunner", "EagerRunner", "unwrap", "wrap"]

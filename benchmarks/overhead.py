@@ -106,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     harness.quiet_diffusers()
     torch.set_num_threads(1)
     device = torch.device(asked.device)
-    report = Report("Host overhead of a replayed call", harness.machine(device), harness.command_line("overhead", arguments))
+    report = Report(
+        "Host overhead of a replayed call", harness.machine(device), harness.command_line("overhead", arguments)
+    )
     with torch.no_grad():
         for with_lora in (False, True):
             report.rows += measure(with_lora, device)
