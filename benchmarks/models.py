@@ -274,7 +274,7 @@ _ALL: Final = (
                 "attention_head_dim": 128, "num_attention_heads": 24, "joint_attention_dim": 4096,
                 "pooled_projection_dim": 768, "guidance_embeds": True, "axes_dims_rope": (16, 56, 56),
             },
-            shapes=_square(256, 1024),
+            shapes=(Shape("launch", 256, 256), Shape("launch", 512, 512), Shape("compute", 1024, 1024)),
             text=512,
         ),
         tiny=Size(

@@ -2,11 +2,11 @@
 
     python -m benchmarks.soak --minutes 10 --json soak.json
 
-Four threads, each on a stream of its own, call two wrapped modules that share one pool: a tiny FLUX with two LoRAs, and
-a module with a host read, boolean indexing and a decorated eager function. Shapes are drawn from far more signatures than
-``max_entries``; LoRAs are switched; warmup windows open now and then, so that entries are captured and evicted while
-others serve; captures and eager breaks fail at random; the allocator is churned. Every result is compared with the
-module's own, bit for bit.
+Four threads, each on a stream of its own, call two wrapped modules that share one pool: a tiny FLUX with two LoRAs,
+and a module with a host read, boolean indexing and a decorated eager function. Shapes are drawn from far more
+signatures than ``max_entries``; LoRAs are switched; warmup windows open now and then, so that entries are captured
+and evicted while others serve; captures and eager breaks fail at random; the allocator is churned. Every result is
+compared with the module's own, bit for bit.
 """
 
 from __future__ import annotations
