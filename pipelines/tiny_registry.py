@@ -94,6 +94,7 @@ class TinyPipeline:
 
 _ALL: Final = (
     TinyPipeline(name="flux", pipeline_class="FluxPipeline", module="flux.tiny_call"),
+    TinyPipeline(name="digits", pipeline_class="FluxPipeline", module="digits.tiny"),
     TinyPipeline(name="flux_kontext", pipeline_class="FluxKontextPipeline", module="flux.tiny_kontext"),
     TinyPipeline(name="flux2_klein", pipeline_class="Flux2KleinPipeline", module="flux2_klein.tiny"),
     TinyPipeline(

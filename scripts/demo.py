@@ -1,8 +1,8 @@
 """Serve prompts through a wrapped pipeline and compare every image with plain eager, bit by bit.
 
-Without options it builds a tiny FLUX checkpoint on disk and runs that, on the GPU if there is one, else on the tape
-backend. With --model it runs a real checkpoint the same way. The exit status is 1 if an image differs, if anything was
-captured while serving, or if nothing was replayed.
+Without options it runs the digits model that comes with bcg, a tiny FLUX that was trained to draw handwritten digits,
+on the GPU if there is one, else on the tape backend. With --model it runs a real checkpoint the same way. The exit
+status is 1 if an image differs, if anything was captured while serving, or if nothing was replayed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import copy
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,8 +29,10 @@ from rich.text import Text
 from torch import nn
 
 import bcg
-from bcg.pipelines.flux.tiny import build_tiny
+from bcg.pipelines.digits import checkpoint_path, prompts
 
+DIGIT_PROMPTS: Final = tuple(prompts.prompt(digit, variant=digit) for digit in range(10))
+UNKNOWN_DIGIT_PROMPT: Final = "a sketch of the number four"
 PROMPTS: Final = (
     "a red fox asleep in fresh snow",
     "a lighthouse in a storm, oil on canvas",
@@ -47,8 +48,13 @@ PROMPTS: Final = (
 UNKNOWN_PROMPT: Final = "a sailing boat made of glass"
 COUNTERS: Final = ("captures", "replays", "eager_calls", "guard_misses")
 DENOISERS: Final = ("transformer", "transformer_2", "unconditional_transformer")
-TINY_SIZE: Final = 128
+DIGITS_SIZE: Final = 128
+DIGITS_STEPS: Final = 12
+DIGITS_TEXT_LENGTH: Final = 32
+"""FLUX pads prompts to 512 tokens by default, eight times as many as the largest of these images has."""
 REAL_SIZE: Final = 1024
+REAL_STEPS: Final = 4
+DIGITS_CALL: Final = {"max_sequence_length": DIGITS_TEXT_LENGTH}
 SIZE_STEP: Final = 32
 """Heights and widths are kept multiples of this: every family's patch size times its VAE's scale divides it."""
 TIMING_WARMUPS: Final = 2
@@ -117,8 +123,10 @@ class Outcome:
 class Demo:
     """A pipeline twice over the same weights: plain, and with its denoisers wrapped."""
 
-    def __init__(self, pipe: Any, steps: int) -> None:
+    def __init__(self, pipe: Any, steps: int, **more: Any) -> None:
+        """Wrap the denoisers of `pipe`; each call gets `more` besides what its request says."""
         self.steps = steps
+        self.more = more
         # The copy shares every component; what is assigned to the original afterwards does not reach it.
         self.plain = copy.copy(pipe)
         self.wrapped = pipe
@@ -144,6 +152,7 @@ class Demo:
             num_inference_steps=self.steps,
             generator=torch.Generator().manual_seed(request.seed),
             output_type="np",
+            **self.more,
         )
         made = result.images if hasattr(result, "images") else result.frames[0]
         return [np.asarray(image) for image in made]
@@ -189,18 +198,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     console = Console()
     _quiet_libraries()
-    with tempfile.TemporaryDirectory(prefix="bcg-demo-") as scratch:
-        pipe = _load(options, Path(scratch), console)
-        demo = Demo(pipe, options.steps)
-        warmed, unknown = _sizes(options)
-        _warm(demo, warmed, console)
+    demo = Demo(_load(options, console), options.steps, **({} if options.model else DIGITS_CALL))
+    warmed, unknown = _sizes(options)
+    _warm(demo, warmed, console)
 
-        outcome = _serve(demo, _requests(options.prompt, warmed, unknown), console)
+    outcome = _serve(demo, _requests(options, warmed, unknown), console)
 
-        calls = demo.record_calls([Request("a prompt", *size, seed=0) for size in warmed])
-        console.print(_table(demo, calls))
-        if not outcome.replays:
-            _explain(console, demo, calls)
+    calls = demo.record_calls([Request("a prompt", *size, seed=0) for size in warmed])
+    console.print(_table(demo, calls))
+    if not outcome.replays:
+        _explain(console, demo, calls)
     _contact_sheet(outcome.served).save(options.output)
     console.print(f"Contact sheet: {options.output}", soft_wrap=True)
     _report(console, demo.backend, outcome)
@@ -209,14 +216,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--model", help="a checkpoint folder or hub id (default: a tiny FLUX built on the spot)")
+    parser.add_argument("--model", help="a checkpoint folder or hub id (default: the digits model of bcg)")
     parser.add_argument("--pipeline", metavar="CLASS", help="its diffusers class (default: what the checkpoint names)")
     parser.add_argument(
         "--prompt", action="append", default=[], help="served before the built-in ones; may be repeated"
     )
-    parser.add_argument("--height", type=int, help=f"pixels (default: {TINY_SIZE}, with --model {REAL_SIZE})")
+    parser.add_argument("--height", type=int, help=f"pixels (default: {DIGITS_SIZE}, with --model {REAL_SIZE})")
     parser.add_argument("--width", type=int, help="pixels (default: as --height)")
-    parser.add_argument("--steps", type=int, default=4, help="denoising steps of every request (default: 4)")
+    steps = f"denoising steps of every request (default: {DIGITS_STEPS}, with --model {REAL_STEPS})"
+    parser.add_argument("--steps", type=int, help=steps)
     parser.add_argument("--dtype", help="of the weights (default: bfloat16 on a GPU, else float32)")
     parser.add_argument("--output", type=Path, default=Path("demo.png"), help="the contact sheet (default: demo.png)")
     options = parser.parse_args(arguments)
@@ -230,12 +238,13 @@ def _complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> N
         parser.error("--pipeline says how to read --model; the built-in checkpoint is always FLUX")
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.dtype = _dtype(options.dtype or ("bfloat16" if options.device == "cuda" else "float32"), parser)
-    size = REAL_SIZE if options.model else TINY_SIZE
+    size, steps = (REAL_SIZE, REAL_STEPS) if options.model else (DIGITS_SIZE, DIGITS_STEPS)
     options.height = options.height or options.width or size
     options.width = options.width or options.height
     least = 4 * SIZE_STEP
     if options.height < least or options.height % least or options.width < SIZE_STEP or options.width % SIZE_STEP:
         parser.error(f"--height must be a multiple of {least} and --width of {SIZE_STEP}")
+    options.steps = steps if options.steps is None else options.steps
     if options.steps < 1:
         parser.error("--steps must be at least 1")
 
@@ -257,13 +266,10 @@ def _quiet_libraries() -> None:
         library.utils.logging.disable_progress_bar()
 
 
-def _load(options: argparse.Namespace, scratch: Path, console: Console) -> Any:
+def _load(options: argparse.Namespace, console: Console) -> Any:
     import diffusers
 
-    source = options.model or str(scratch)
-    if not options.model:
-        console.print("Building a tiny FLUX checkpoint ...")
-        build_tiny(scratch)
+    source = options.model or str(checkpoint_path())
     loader = getattr(diffusers, options.pipeline or "DiffusionPipeline", None)
     if loader is None:
         raise SystemExit(f"diffusers {diffusers.__version__} has no class {options.pipeline}.")
@@ -279,10 +285,14 @@ def _sizes(options: argparse.Namespace) -> tuple[list[tuple[int, int]], tuple[in
     return [(height, width), (height * 3 // 4, width)], (height // 2, width)
 
 
-def _requests(given: list[str], warmed: Sequence[tuple[int, int]], unknown: tuple[int, int]) -> list[Request]:
-    prompts = list(dict.fromkeys([*given, *PROMPTS]))[: max(len(given), len(PROMPTS))]
-    requests = [Request(prompt, *warmed[seed % len(warmed)], seed) for seed, prompt in enumerate(prompts)]
-    return [*requests, Request(UNKNOWN_PROMPT, *unknown, len(prompts))]
+def _requests(
+    options: argparse.Namespace, warmed: Sequence[tuple[int, int]], unknown: tuple[int, int]
+) -> list[Request]:
+    built_in, last = (PROMPTS, UNKNOWN_PROMPT) if options.model else (DIGIT_PROMPTS, UNKNOWN_DIGIT_PROMPT)
+    given = options.prompt
+    chosen = list(dict.fromkeys([*given, *built_in]))[: max(len(given), len(built_in))]
+    requests = [Request(prompt, *warmed[seed % len(warmed)], seed) for seed, prompt in enumerate(chosen)]
+    return [*requests, Request(last, *unknown, len(chosen))]
 
 
 def _progress(console: Console) -> Progress:
@@ -419,11 +429,11 @@ def _contact_sheet(served: Sequence[Served]) -> Image.Image:
 
 
 def _thumbnail(image: np.ndarray[Any, Any], cell: int) -> Image.Image:
-    """Fit an image ``[H, W, 3]`` of values from 0 to 1 into a square cell; an enlarged one keeps sharp pixels."""
+    """Fit an image ``[H, W, 3]`` of values from 0 to 1 into a square cell."""
     picture = Image.fromarray((np.nan_to_num(image).clip(0, 1) * 255).round().astype(np.uint8))
     scale = cell / max(picture.size)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    return picture.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
+    return picture.resize(size, Image.Resampling.LANCZOS)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,11 @@ def test_a_given_prompt_is_served_first_and_sizes_follow_the_options(
     assert {(request.height, request.width) for request in served} == {(128, 64), (96, 64), (64, 64)}
 
 
+def test_the_digits_model_is_asked_for_each_digit(demo: ModuleType) -> None:
+    words = ("zero", "1", "two", "3", "four", "5", "six", "7", "eight", "9")
+    assert [prompt.split()[-1] for prompt in demo.DIGIT_PROMPTS] == list(words)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
