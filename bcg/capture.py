@@ -140,7 +140,7 @@ class Capturer:
         generators = self._backend.generator_states(self._pool.device)
         self._random = False
         try:
-            with _without_autocast_cache(), naming(self._module):
+            with self._in_order(), _without_autocast_cache(), naming(self._module):
                 entry = self._try_until_verified(call, generators)
         except BaseException:
             before.restore()
@@ -152,6 +152,18 @@ class Capturer:
         # Only now: the device makes room for a graph when it is launched first.
         entry.outside_bytes = self._outside.grown_bytes()
         return entry
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Run a block behind a replay in flight on another stream, and the next replay behind the block.
+
+        Captures write to the pool and to the static inputs that entries share, which such a replay still reads.
+        """
+        self._pool.before_replay()
+        try:
+            yield
+        finally:
+            self._pool.after_replay()
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -180,7 +192,7 @@ class Capturer:
         generators = self._backend.generator_states(self._pool.device)
         self._random = False
         try:
-            with _without_autocast_cache(), naming(self._module):
+            with self._in_order(), _without_autocast_cache(), naming(self._module):
                 plan = self._plan(self._learned().classes)
                 return self._warm_up(call, self._inputs(call), plan, generators).findings
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import bcg
+from bcg.backends.tape import TapePool
 from bcg.graph import current_capture
+from bcg.static_inputs import StaticInputs
 
 WAIT_S = 120
 
@@ -266,3 +268,22 @@ def test_a_thread_that_ends_inside_a_failed_capture_leaves_the_runner_usable() -
     assert runner.capture(x)
     run_in_threads(serve(runner, [2], 20, 1), serve(runner, [2], 20, 2))
     assert runner.stats.replays == 40
+
+
+@pytest.mark.parametrize("work", ["capture", "observe"])
+def test_a_capture_runs_behind_a_replay_in_flight_on_another_stream(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    load = StaticInputs.load
+
+    def noted_load(self: StaticInputs, live: Sequence[Tensor]) -> None:
+        happened.append("load")
+        load(self, live)
+
+    monkeypatch.setattr(StaticInputs, "load", noted_load)
+    monkeypatch.setattr(TapePool, "before_replay", lambda self: happened.append("before"))
+    monkeypatch.setattr(TapePool, "after_replay", lambda self: happened.append("after"))
+    runner = bcg.wrap(nn.Linear(4, 4), verify="off")
+    with torch.no_grad():
+        getattr(runner, work)(torch.ones(2, 4))
+    # The first load writes to memory that the entries share with the one in flight.
+    assert happened == ["before", "load", "after"]

@@ -73,10 +73,10 @@ class Pool(Protocol):
         """Return the device bytes that the pool holds; 0 where no graph lives in it."""
 
     def before_replay(self) -> None:
-        """Order a replay on the current stream behind the last one on any stream."""
+        """Order a replay or a capture on the current stream behind the last one on any stream."""
 
     def after_replay(self) -> None:
-        """Note that a replay and the copies of its results are queued on the current stream."""
+        """Note that a replay with the copies of its results, or a capture, is queued on the current stream."""
 
     def wait(self) -> None:
         """Wait until every queued replay has finished."""
