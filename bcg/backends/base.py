@@ -38,7 +38,7 @@ class Recording(Protocol):
     def end_segment(self) -> Segment | None:
         """Stop recording; return what was recorded, or None where that is nothing."""
 
-    def abort(self, keep_random_state: bool = True) -> None:
+    def abort(self) -> None:
         """Leave a segment whose capture failed, with the allocator, the streams and the generators working."""
 
     def close(self) -> None:

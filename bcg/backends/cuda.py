@@ -167,7 +167,7 @@ class CudaRecording:
             return None
         return CudaSegment(graph, self._pool)
 
-    def abort(self, keep_random_state: bool = True) -> None:
+    def abort(self) -> None:
         """End a failed capture and repair what CUDA leaves behind when it invalidates one."""
         graph, self._graph = self._graph, None
         if graph is None:
@@ -177,15 +177,17 @@ class CudaRecording:
             with _EmptyGraphWarning():
                 graph.capture_end()
         except Exception:
-            self._repair(keep_random_state)
+            self._repair()
         graph.reset()
 
-    def _repair(self, keep_random_state: bool) -> None:
+    def _repair(self) -> None:
         # pytorch#190308: an invalidated capture ends before its allocations do, and before the generators are told.
         device = self._pool.device
         _torch.end_allocate_to_pool(device, self._pool.handle_in_use())
         _torch.release_pool(device, self._pool.handle_in_use())
-        if keep_random_state:
+        # A capture without random operations marked a stand-in. The state must stay then: graphs that draw refer to it,
+        # and would go on from the old one while everybody else draws from the new one.
+        if self._draws_random:
             _replace_generator_state(device)
 
     def close(self) -> None:

@@ -194,7 +194,7 @@ class TapeRecording:
         operations, self._mode.operations = self._mode.operations, None
         return TapeSegment(operations) if operations else None
 
-    def abort(self, keep_random_state: bool = True) -> None:
+    def abort(self) -> None:
         """Stop recording and drop what was recorded."""
         self._mode.operations = None
 
