@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import warnings
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,8 +21,39 @@ class FakeStream:
         pass
 
 
+class FakeGraph:
+    """A graph that counts the users of its pool, as torch does; the first ones are empty."""
+
+    users: ClassVar[dict[int, int]] = {}
+    empty = 0
+
+    def capture_begin(self, *, pool: int, capture_error_mode: str) -> None:
+        assert self.users.get(pool) != 0, "torch has freed this pool"
+        self.handle, self.is_live = pool, True
+        self.users[pool] = self.users.get(pool, 0) + 1
+
+    def capture_end(self) -> None:
+        if FakeGraph.empty:
+            FakeGraph.empty -= 1
+            warnings.warn("The CUDA Graph is empty.", stacklevel=1)
+
+    def reset(self) -> None:
+        self.users[self.handle] -= self.is_live
+        self.is_live = False
+
+    def __del__(self) -> None:
+        self.reset()
+
+
 @pytest.fixture
-def pool() -> CudaPool:
+def pool(monkeypatch: pytest.MonkeyPatch) -> CudaPool:
+    handles = itertools.count(1)
+    monkeypatch.setattr(FakeGraph, "users", {})
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(cuda, "_pool_streams", lambda device: ())
     return CudaPool(CudaBackend(), torch.device("cuda", 0))
 
 
@@ -38,7 +71,6 @@ def test_an_invalidated_capture_replaces_the_generator_state_only_where_it_marke
 ) -> None:
     replaced: list[torch.device] = []
     monkeypatch.setattr(cuda, "_replace_generator_state", replaced.append)
-    monkeypatch.setattr(cuda, "_pool_streams", lambda device: ())
     for name in ("end_allocate_to_pool", "release_pool"):
         monkeypatch.setattr(_torch, name, lambda device, handle: None)
 
@@ -54,3 +86,45 @@ def test_an_invalidated_capture_replaces_the_generator_state_only_where_it_marke
     recording.abort()
     # Graphs that draw refer to the state object of their capture: another one would part them from the generator.
     assert bool(replaced) is draws_random
+
+
+# -- the pool's memory -------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_an_empty_first_segment_lives_as_long_as_the_segments_behind_it(pool: CudaPool) -> None:
+    # `torch.empty` before a break adds no node to the graph, and the next segment fills its memory.
+    FakeGraph.empty = 1
+    recording = recording_in(pool)
+    recording.open()
+    recording.begin_segment()
+    assert recording.end_segment() is None
+    assert set(FakeGraph.users.values()) == {1}
+    recording.begin_segment()
+    segment = recording.end_segment()
+    recording.close()
+    assert FakeGraph.users == {1: 1}, "one pool, held by the segment alone"
+    assert segment is not None and pool.live_segments == 1
+
+
+def test_a_pool_without_graphs_has_no_memory_that_could_be_referred_to_by_address(pool: CudaPool) -> None:
+    FakeGraph.empty = 1
+    recording = recording_in(pool)
+    recording.open()
+    recording.begin_segment()
+    recording.end_segment()
+    recording.close()
+    assert FakeGraph.users == {1: 0}
+    assert pool.address_ranges() == [] and pool.bytes() == 0
+
+
+def test_a_segment_that_is_dropped_without_a_reset_does_not_count_any_more(pool: CudaPool) -> None:
+    for _ in range(2):
+        recording = recording_in(pool)
+        recording.open()
+        recording.begin_segment()
+        segment = recording.end_segment()
+        recording.close()
+        assert segment is not None and pool.live_segments == 1
+        del segment
+        # The next capture would begin in a pool that torch has freed with its last graph.
+        assert pool.live_segments == 0

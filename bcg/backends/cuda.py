@@ -27,7 +27,7 @@ class CudaSegment:
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._pool = pool
-        pool.live_segments += 1
+        pool.segments.add(self)
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -39,7 +39,7 @@ class CudaSegment:
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
-            self._pool.live_segments -= 1
+            self._pool.segments.discard(self)
 
 
 class CudaPool:
@@ -53,10 +53,15 @@ class CudaPool:
         self.device = device
         self.lock = threading.RLock()
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.live_segments = 0
+        self.segments: weakref.WeakSet[CudaSegment] = weakref.WeakSet()  # those that nobody refers to are freed, too
         self._handle: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._last_replay: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+
+    @property
+    def live_segments(self) -> int:
+        """Number of graphs in the pool."""
+        return len(self.segments)
 
     def record(
         self, *, stream: torch.cuda.Stream | None = None, capture_error_mode: str = "thread_local",
@@ -88,21 +93,16 @@ class CudaPool:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
 
-    def handle_in_use(self) -> Any:
-        """Return the handle of the last capture that was begun."""
-        return self._handle
-
     def address_ranges(self) -> list[tuple[int, int]]:
-        """Return the first and past-the-end addresses of the pool's memory."""
-        if self._handle is None:
+        """Return the first and past-the-end addresses of the pool's memory; none where no graph lives in it."""
+        if self.live_segments == 0:
             return []
         segments = torch.cuda.memory_snapshot(self._handle)
         return [(entry["address"], entry["address"] + entry["total_size"]) for entry in segments]
 
     def bytes(self) -> int:
         """Return the device bytes that the pool holds; 0 where no graph lives in it."""
-        if self.live_segments == 0:
-            return 0  # what the last pool left is cached memory like any other, and the next capture begins a new one
+        # What the last pool left is cached memory like any other, and the next capture begins a new one.
         return sum(end - begin for begin, end in self.address_ranges())
 
     def before_replay(self) -> None:
@@ -138,6 +138,8 @@ class CudaRecording:
         self._forked: list[torch.cuda.Stream] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._ranges: list[tuple[int, int]] | None = None
+        self._handle: Any = None
+        self._empty: list[torch.cuda.CUDAGraph] = []
 
     def open(self) -> None:
         """Switch to the capture stream, behind the work that is queued on the current one."""
@@ -146,12 +148,13 @@ class CudaRecording:
         self._outer = torch.cuda.current_stream(self._pool.device)
         self._stream.wait_stream(self._outer)
         torch.cuda.set_stream(self._stream)
+        self._handle = self._pool.handle()
 
     def begin_segment(self) -> None:
         """Begin a graph; streams that an earlier segment forked are forked again."""
         self._graph = torch.cuda.CUDAGraph()
         with contextlib.nullcontext() if self._draws_random else _stand_in_generator(self._pool.device):
-            self._graph.capture_begin(pool=self._pool.handle(), capture_error_mode=self._mode)
+            self._graph.capture_begin(pool=self._handle, capture_error_mode=self._mode)
         for stream in self._forked:
             stream.wait_stream(self._stream)
 
@@ -163,7 +166,7 @@ class CudaRecording:
             self._graph.capture_end()
         graph, self._graph, self._ranges = self._graph, None, None
         if empty.seen:
-            graph.reset()
+            self._empty.append(graph)
             return None
         return CudaSegment(graph, self._pool)
 
@@ -183,8 +186,8 @@ class CudaRecording:
     def _repair(self) -> None:
         # pytorch#190308: an invalidated capture ends before its allocations do, and before the generators are told.
         device = self._pool.device
-        _torch.end_allocate_to_pool(device, self._pool.handle_in_use())
-        _torch.release_pool(device, self._pool.handle_in_use())
+        _torch.end_allocate_to_pool(device, self._handle)
+        _torch.release_pool(device, self._handle)
         # A capture without random operations marked a stand-in. The state must stay then: graphs that draw refer to it,
         # and would go on from the old one while everybody else draws from the new one.
         if self._draws_random:
@@ -195,6 +198,11 @@ class CudaRecording:
         assert self._outer is not None
         self._outer.wait_stream(self._stream)
         torch.cuda.set_stream(self._outer)
+        # Only now: later segments may work on memory that was allocated in an empty one, and torch frees a pool with
+        # its last graph.
+        for graph in self._empty:
+            graph.reset()
+        self._empty.clear()
 
     def borrow(self, tensor: Tensor) -> Tensor:
         """Return an alias by address for a tensor in the pool, and any other tensor itself."""
