@@ -21,6 +21,21 @@ class FakeStream:
         pass
 
 
+class FakeSwitch:
+    """Makes a stream and its device the current ones for a block, as `torch.cuda.stream` does."""
+
+    depth = 0
+
+    def __init__(self, stream: FakeStream) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        FakeSwitch.depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        FakeSwitch.depth -= 1
+
+
 class FakeGraph:
     """A graph that counts the users of its pool, as torch does; the first ones are empty."""
 
@@ -52,7 +67,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> CudaPool:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream())
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "stream", FakeSwitch)
     monkeypatch.setattr(cuda, "_pool_streams", lambda device: ())
     return CudaPool(CudaBackend(), torch.device("cuda", 0))
 
@@ -128,3 +143,17 @@ def test_a_segment_that_is_dropped_without_a_reset_does_not_count_any_more(pool:
         del segment
         # The next capture would begin in a pool that torch has freed with its last graph.
         assert pool.live_segments == 0
+
+
+def test_a_capture_goes_back_to_the_stream_and_the_device_that_were_current(
+    pool: CudaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def set_stream(stream: Any) -> None:
+        raise AssertionError("this would also change the current device, and not change it back")
+
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    recording = recording_in(pool)
+    recording.open()
+    assert FakeSwitch.depth == 1
+    recording.close()
+    assert FakeSwitch.depth == 0

@@ -135,6 +135,7 @@ class CudaRecording:
         self._mode = capture_error_mode
         self._draws_random = draws_random
         self._outer: torch.cuda.Stream | None = None
+        self._switched = contextlib.ExitStack()
         self._forked: list[torch.cuda.Stream] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._ranges: list[tuple[int, int]] | None = None
@@ -147,8 +148,9 @@ class CudaRecording:
         gc.collect()
         self._outer = torch.cuda.current_stream(self._pool.device)
         self._stream.wait_stream(self._outer)
-        torch.cuda.set_stream(self._stream)
         self._handle = self._pool.handle()
+        # Unlike `set_stream` this also goes back to the current device, which need not be the pool's.
+        self._switched.enter_context(torch.cuda.stream(self._stream))
 
     def begin_segment(self) -> None:
         """Begin a graph; streams that an earlier segment forked are forked again."""
@@ -197,7 +199,7 @@ class CudaRecording:
         """Go back to the stream that was current before, behind the capture stream's work."""
         assert self._outer is not None
         self._outer.wait_stream(self._stream)
-        torch.cuda.set_stream(self._outer)
+        self._switched.close()
         # Only now: later segments may work on memory that was allocated in an empty one, and torch frees a pool with
         # its last graph.
         for graph in self._empty:
