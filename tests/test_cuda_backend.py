@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import warnings
 from typing import Any, ClassVar
 
@@ -157,3 +158,32 @@ def test_a_capture_goes_back_to_the_stream_and_the_device_that_were_current(
     assert FakeSwitch.depth == 1
     recording.close()
     assert FakeSwitch.depth == 0
+
+
+# -- other threads -----------------------------------------------------------------------------------------------------
+
+
+def test_threads_that_end_segments_at_the_same_time_leave_the_warnings_as_they_were() -> None:
+    filters = list(warnings.filters)
+    entered, second = threading.Event(), threading.Event()
+
+    def first_in_first_out() -> None:
+        with cuda._EmptyGraphWarning():
+            entered.set()
+            second.wait(0.2)
+
+    def second_in_second_out() -> None:
+        entered.wait()
+        with cuda._EmptyGraphWarning():
+            second.set()
+            first.join(0.2)
+
+    first = threading.Thread(target=first_in_first_out)
+    other = threading.Thread(target=second_in_second_out)
+    for thread in (first, other):
+        thread.start()
+    for thread in (first, other):
+        thread.join()
+    assert list(warnings.filters) == filters
+    with pytest.warns(UserWarning, match="still heard"):
+        warnings.warn("still heard", stacklevel=1)

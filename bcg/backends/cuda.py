@@ -310,19 +310,26 @@ class _AddressRange:
 
 
 class _EmptyGraphWarning:
-    """Tells whether torch warned that a graph is empty: it counts the nodes and exposes the count nowhere else."""
+    """Tells whether torch warned that a graph is empty: it counts the nodes and exposes the count nowhere else.
+
+    One thread at a time: `warnings.catch_warnings` changes the whole process, and two that overlap never end.
+    """
+
+    _lock = threading.Lock()
 
     def __init__(self) -> None:
         self.seen = False
         self._context = warnings.catch_warnings(record=True)
 
     def __enter__(self) -> _EmptyGraphWarning:
+        self._lock.acquire()
         self._caught = self._context.__enter__()
         warnings.simplefilter("always")
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._context.__exit__(None, None, None)
+        self._lock.release()
         for caught in self._caught or []:
             if "CUDA Graph is empty" in str(caught.message):
                 self.seen = True
