@@ -240,9 +240,14 @@ class BreakableCUDAGraphCapture:
         """Leave the capture after an error, in an order that cannot mask it."""
         _thread.capture = None
         self.in_segment = False
-        with contextlib.suppress(Exception):
-            self._recording.abort()
-        self.graph.reset()
+        try:
+            with contextlib.suppress(Exception):
+                self._recording.abort()
+            self.graph.reset()
+        finally:  # whatever interrupts it: the pool must not stay locked, nor the capture stream current
+            self._leave()
+
+    def _leave(self) -> None:
         try:
             self._context.close()
         except Exception:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import bcg
 from bcg.backends import backend_for
+from bcg.backends.tape import TapeBackend, TapeRecording
 from bcg.graph import current_capture
 
 VALUES = (3.0, -5.0)  # the fresh inputs of a replay
@@ -638,6 +639,16 @@ def test_an_error_in_the_block_passes_unchanged_and_leaves_a_clean_state(
     with pytest.raises(bcg.ReplayError):
         graph.replay()
     assert_clean()
+
+
+def test_an_interrupt_of_the_cleanup_leaves_the_pool_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = TapeBackend().create_pool(torch.device("cpu"))
+    monkeypatch.setattr(TapeRecording, "abort", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        capture(lambda: raise_in_segment(torch.ones(2)), pool=pool)
+    monkeypatch.undo()
+    assert_clean()
+    in_thread(lambda: capture(lambda: None, pool=pool))
 
 
 def test_an_error_of_a_break_that_the_block_swallows_fails_the_capture() -> None:
