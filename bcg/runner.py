@@ -188,6 +188,8 @@ class BreakableCudaGraphRunner(BaseRunner):
             if result is not _NOT_SERVED:
                 self._self_counters.add("replays")
                 return result
+            if not self._self_cache.peek(key):
+                break  # quarantined, with its other variants
         # Asked only now: what was captured was not refused, and a refusal follows from the signature and the state.
         if not self._module_allows(call):
             return _NOT_SERVED
@@ -232,7 +234,8 @@ class BreakableCudaGraphRunner(BaseRunner):
         assert call.signature is not None
         reason = self._self_state.refusal()
         self._self_refused = reason is not None
-        return reason or self._self_backend.refusal() or device_refusal(call.signature, self._capturer().device)
+        device = self._capturer().device  # first: a module that was moved has another backend
+        return reason or self._self_backend.refusal() or device_refusal(call.signature, device)
 
     def _module_allows(self, call: Call) -> bool:
         reason = self._refusal_of_module(call)
@@ -266,9 +269,10 @@ class BreakableCudaGraphRunner(BaseRunner):
 
     def _quarantine(self, entry: Entry, error: Exception) -> None:
         """Drop a signature whose replay raised; raise the error where the device's context is dead."""
-        if isinstance(entry.graph.failed_step, EagerStep):
+        if isinstance(error, torch.OutOfMemoryError) or isinstance(entry.graph.failed_step, EagerStep):
+            # Memory may be there for the next call; the module's own code raises in the eager call, too.
             self._self_counters.add("replay_failures")
-            return  # the module's own code raised, as it will in the eager call; the graph is not to blame
+            return
         try:
             entry.pool.backend.synchronize(entry.pool.device)
         except Exception:

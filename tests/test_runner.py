@@ -17,6 +17,7 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 import bcg
+from bcg.backends.tape import TapeBackend
 from bcg.graph import current_capture
 from bcg.verification import difference
 
@@ -1454,3 +1455,19 @@ def test_the_barrier_and_the_capture_context_of_the_host_take_part_in_captures_a
         runner(torch.full((2,), value))
     assert events == ["enter", "barrier", "exit"]
     assert runner.stats.replays == 2
+
+
+def test_the_backend_of_the_new_device_is_asked_in_the_first_call_after_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Wrapped on the host and moved before the warm-up, as `pipe.to("cuda")` does.
+    class Refusing(TapeBackend):
+        def refusal(self) -> str | None:
+            return "this allocator does not tell"
+
+    runner = bcg.wrap(nn.Linear(4, 4))
+    monkeypatch.setattr("bcg.runner.device_of", lambda module: torch.device("cpu", 0))
+    monkeypatch.setattr("bcg.runner.backend_for", lambda name, device: Refusing())
+    with torch.no_grad():
+        assert not runner.capture(torch.ones(2, 4))
+    assert runner.refusals == ("this allocator does not tell",)
+    assert runner.stats.captures == 0
+    monkeypatch.undo()  # before the process is asked whether it still captures
