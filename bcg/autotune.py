@@ -194,19 +194,33 @@ class Tuner:
         return entry
 
     def _measure(self, call: Call) -> Entry:
-        entries = {GRAPH: self._capturer.capture(call)}
-        if self._config.compile != "off":
-            entries[COMPILED] = self._capturer.capture(call, compiled=True)
-        choice = choose(self._time(call, entries), self._config.min_speedup or DEFAULT_MIN_SPEEDUP)
+        entries: dict[str, Entry] = {}
+        chosen: Entry | None = None
+        try:
+            self._capture_arms(call, entries)
+            choice = choose(self._time(call, entries), self._config.min_speedup or DEFAULT_MIN_SPEEDUP)
+            chosen = entries.get(choice.arm)
+        finally:
+            for entry in entries.values():
+                if entry is not chosen:
+                    entry.reset()
         assert call.signature is not None
         self._store.keep(call.signature, choice)
-        for arm, entry in entries.items():
-            if arm != choice.arm:
-                entry.reset()
-        if choice.arm == EAGER:
+        if chosen is None:
             raise DoesNotPayError(f"eager is as fast ({_text(choice)}).")
-        entries[choice.arm].choice = choice
-        return entries[choice.arm]
+        chosen.choice = choice
+        return chosen
+
+    def _capture_arms(self, call: Call, entries: dict[str, Entry]) -> None:
+        entries[GRAPH] = self._capturer.capture(call)
+        if self._config.compile == "off":
+            return
+        try:
+            entries[COMPILED] = self._capturer.capture(call, compiled=True)
+        except torch.OutOfMemoryError:
+            raise  # no property of the compiled code, and not to be stored as a choice
+        except Exception as error:
+            _log.warning("compiled code is left out of the choice: %s: %s", type(error).__name__, error)
 
     def _time(self, call: Call, entries: Mapping[str, Entry]) -> dict[str, float]:
         args, kwargs = call.rebuild(call.tensors)

@@ -209,8 +209,9 @@ class Capturer:
         classes = set(self._learned().classes)
         for _ in range(_MAX_MODULE_BREAK_ROUNDS):
             entry = self._try(call, self._plan(classes), generators)
-            self._check_first_result(entry, call, generators)
-            miss = self._verify(entry, call, generators)
+            with _reset_on_error(entry):
+                self._check_first_result(entry, call, generators)
+                miss = self._verify(entry, call, generators)
             if miss is None:
                 self._learned().classes |= classes
                 return entry
@@ -230,10 +231,12 @@ class Capturer:
         if classes != self._learned().classes:
             entry.reset()
             entry = self._try(call, self._plan(self._learned().classes), generators)
-        problem = self._compare(entry, call, call.tensors, generators)
-        if problem is not None:
-            entry.reset()
-            raise VerificationError(f"the entry differs from eager on the inputs that it was captured with: {problem}.")
+        with _reset_on_error(entry):
+            problem = self._compare(entry, call, call.tensors, generators)
+            if problem is not None:
+                raise VerificationError(
+                    f"the entry differs from eager on the inputs that it was captured with: {problem}."
+                )
         entry.verified = f"on the captured inputs only: {miss}"
         return entry
 
@@ -263,7 +266,6 @@ class Capturer:
             except GuardMiss as miss:
                 problem = str(miss)
             if problem is not None:
-                entry.reset()
                 raise StateWriteError(
                     f"the first forward changes Python state of the module and gives another result than the next "
                     f"({problem}): this call runs eagerly, and the next one can be captured."
@@ -473,7 +475,6 @@ class Capturer:
         except GuardMiss as miss:
             return miss
         if problem is not None:
-            entry.reset()
             raise VerificationError(f"the entry does not reproduce eager on fresh inputs: {problem}.")
         entry.verified = "close" if self._is_close() else "exact"
         return None
@@ -516,6 +517,16 @@ class _Plan:
 
 class _UnwatchedError(CaptureError):
     """A capture without interception failed; with it, the operation can be found."""
+
+
+@contextlib.contextmanager
+def _reset_on_error(entry: Entry) -> Iterator[None]:
+    """Give an entry's memory back where a block raises."""
+    try:
+        yield
+    except BaseException:
+        entry.reset()
+        raise
 
 
 def _moves_alone(before: _Generators, after: _Generators) -> bool:

@@ -14,6 +14,8 @@ from torch import nn
 
 import bcg
 from bcg.autotune import COMPILED, EAGER, GRAPH, Choice, ChoiceStore, Tuner, choose, time_arms
+from bcg.capture import Capturer
+from bcg.entry import Entry
 from bcg.signature import CallBinder
 
 MODULE = nn.Linear(4, 2).requires_grad_(False)
@@ -83,7 +85,7 @@ def test_the_fastest_arm_that_beats_eager_is_chosen(median_ms: dict[str, float],
 
 def test_a_graph_that_does_not_pay_is_dropped_and_the_reason_says_the_times(tmp_path: Path) -> None:
     runner = bcg.wrap(MODULE, cache_dir=str(tmp_path))
-    with torch.no_grad(), pytest.raises(bcg.DoesNotPayError, match="eager 1.00 ms, graph 1.00 ms"):
+    with torch.no_grad(), pytest.raises(bcg.DoesNotPayError, match=r"eager 1\.00 ms, graph 1\.00 ms"):
         tuner_of(runner, lambda function: float(function() is not None)).capture(call_of(runner))
 
 
@@ -138,6 +140,61 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_alone(
     store.keep(call.signature, Choice(GRAPH, {}))
     assert store.find(call.signature) == Choice(GRAPH, {})
     assert any("is not written" in record.getMessage() for record in caplog.records)
+
+
+class Blocks(nn.Module):
+    """A module of repeated blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def fail_to_compile(error: Exception) -> Callable[..., Any]:
+    capture = Capturer.capture
+
+    def failing(self: Capturer, call: Any, *, compiled: bool = False) -> Any:
+        if compiled:
+            raise error
+        return capture(self, call)
+
+    return failing
+
+
+def test_an_arm_that_cannot_be_captured_is_no_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Capturer, "capture", fail_to_compile(RuntimeError("the compiler has a bug")))
+    runner = bcg.wrap(Blocks(), cache_dir=str(tmp_path), compile="blocks")
+    with torch.no_grad():
+        entry = tuner_of(runner, scripted([10.0, 1.0])).capture(call_of(runner))
+    assert entry.choice.arm == GRAPH
+    assert "the compiler has a bug" in caplog.text
+
+
+@pytest.mark.parametrize("fails", ["the compiled arm", "the clock"])
+def test_entries_that_were_captured_before_an_error_give_their_memory_back(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resets: list[Any] = []
+    monkeypatch.setattr(Entry, "reset", lambda self: resets.append(self))
+    error = torch.OutOfMemoryError("no room (simulated)")
+
+    def clock(function: Callable[[], Any]) -> float:
+        raise error
+
+    if fails == "the compiled arm":
+        monkeypatch.setattr(Capturer, "capture", fail_to_compile(error))
+    runner = bcg.wrap(Blocks(), cache_dir=str(tmp_path), compile="blocks" if fails == "the compiled arm" else "off")
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+        tuner_of(runner, clock).capture(call_of(runner))
+    assert len(resets) == 1
+    assert list(tmp_path.rglob("*.json")) == []
 
 
 def test_the_tape_never_measures() -> None:

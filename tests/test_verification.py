@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import bcg
+from bcg.entry import Entry
 from bcg.graph import current_capture
 from bcg.verification import difference, fresh_inputs
 
@@ -259,3 +260,17 @@ def test_the_entry_says_how_it_was_verified(verify: str, word: str) -> None:
     assert runner.capture(torch.randn(2, 4))
     [entry] = runner.entries.values()
     assert (entry.verified, entry.hits) == (word, 0)
+
+
+def test_an_error_in_the_verification_gives_the_memory_of_the_entry_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(expected: Any, got: Any, *, close: bool) -> str | None:
+        raise torch.OutOfMemoryError("no room to compare (simulated)")
+
+    resets: list[Entry] = []
+    monkeypatch.setattr("bcg.capture.difference", raising)
+    monkeypatch.setattr(Entry, "reset", lambda self: resets.append(self))
+    runner = bcg.wrap(nn.Linear(4, 4))
+    with torch.no_grad():
+        assert not runner.capture(torch.ones(2, 4))
+    monkeypatch.undo()  # before the process is asked whether it still captures
+    assert len(resets) == 1
