@@ -11,9 +11,11 @@ import functools
 import gc
 import logging
 import random
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,42 +219,6 @@ def test_r5_where_the_context_lives_only_the_signature_is_given_up(caplog: pytes
     assert "illegal memory access" in explained(runner, x)
     assert torch.equal(runner(other), runner.transformer(other))
     assert runner.stats.replays == 1
-    assert_healthy()
-
-
-def test_r5_a_failed_replay_is_the_reason_for_all_variants_of_its_signature(caplog: pytest.LogCaptureFixture) -> None:
-    runner = bcg.wrap(Forward(lambda x, mask: x[:, : int(mask.sum().item())] * 2))
-    x = torch.randn(2, 3)
-    masks = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 0.0])
-    for mask in masks:
-        with bcg.warmup():
-            runner(x, mask)
-    assert len(runner.entries) == 2
-    for entry in runner.entries.values():
-        entry.graph.steps.insert(0, BrokenSegment())
-    with caplog.at_level(logging.WARNING, "bcg"):
-        assert torch.equal(runner(x, masks[0]), runner.transformer(x, masks[0]))
-    assert runner.stats.replay_failures == 1
-    assert "illegal memory access" in explained(runner, x, masks[0])
-    assert_healthy()
-
-
-def test_r5_a_replay_that_finds_no_memory_is_tried_again_by_the_next_call() -> None:
-    runner = bcg.wrap(nn.Linear(4, 4))
-    x = torch.randn(2, 4)
-    runner.capture(x)
-    [entry] = runner.entries.values()
-    errors: list[Exception] = [torch.OutOfMemoryError("CUDA out of memory (simulated)")]
-
-    class ScarceSegment(BrokenSegment):
-        def replay(self) -> None:
-            if errors:
-                raise errors.pop()
-
-    entry.graph.steps.append(ScarceSegment())
-    for _ in range(2):
-        assert torch.equal(runner(x), runner.transformer(x))
-    assert (runner.stats.replay_failures, runner.stats.eager_calls, runner.stats.replays) == (1, 1, 1)
     assert_healthy()
 
 
@@ -627,6 +593,14 @@ def test_s4_what_compiles_at_first_use_has_compiled_before_the_capture() -> None
     x = torch.randn(2, 4)
     assert torch.equal(runner(x), module(x))
     torch._dynamo.reset()
+
+
+def test_the_table_names_tests_that_exist() -> None:
+    root = Path(__file__).resolve().parent.parent
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (root / "docs" / "failure-cases.md").read_text())
+    assert len(named) > 60
+    for file, name in named:
+        assert re.search(rf"^ *def {name}\(", (root / file).read_text(), re.MULTILINE), f"{file}::{name}"
 
 
 def test_the_tape_stands_in_for_the_gpu_in_all_of_these() -> None:
