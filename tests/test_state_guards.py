@@ -381,6 +381,19 @@ def test_a_hook_is_refused_by_each_rule_alone(name: str) -> None:
     assert probes.refusal(registry_with(named("Unheard"))) is None
 
 
+def test_the_hooks_of_a_registry_are_state_and_an_empty_registry_is_none() -> None:
+    model: Any = registry_with(named("Unheard", strength=1.0))
+    registry, state = model[0]._diffusers_hook, ModuleState(model)
+    before = state.key()
+    registry.hooks["one"].strength = 2.0
+    assert state.key() != before
+    del registry.hooks["one"]
+    empty = state.key()
+    assert empty != before
+    del model[0]._diffusers_hook
+    assert state.key() is empty
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_hook_of_accelerate_is_found_inside_of_sequential_hooks(depth: int) -> None:
     hook = named("CpuOffload")
