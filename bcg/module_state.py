@@ -141,14 +141,23 @@ class ModuleState:
 
     def _walk(self) -> _Known:
         walk = Walk(self._module)
-        key = StateKey(self._share(walk.run()))
+        found = walk.run()
+        key = StateKey(self._share(found))
         known = self._states.setdefault(key, _Known(key))
         self._states.move_to_end(key)
         if len(self._states) > MAX_STATES:
             self._states.popitem(last=False)
         self._last = known.key
-        self._proven = (Watch(self._module, walk.watched, _forgetter(self)), known)
+        watch = Watch(self._module, walk.watched, _forgetter(self))
+        self._proven = (watch, known) if self._is_what_stands(found) else None
         return known
+
+    def _is_what_stands(self, found: dict[str, Entries]) -> bool:
+        """Tell whether a walk found what its watch, made afterwards, takes for the beginning.
+
+        What another thread wrote between the two would never be noticed.
+        """
+        return threading.active_count() == 1 or Walk(self._module).run() == found
 
     def _share(self, found: dict[str, Entries]) -> dict[str, _Record]:
         """Reuse the current state's records where a module is the same."""

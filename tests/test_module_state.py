@@ -600,6 +600,25 @@ def test_many_differences_are_counted() -> None:
     assert lines[-1] == "... and 30 more differences"
 
 
+def test_what_another_thread_writes_between_a_walk_and_its_watch_is_seen_by_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = nn.Linear(2, 2)
+    state = ModuleState(module)
+    watch = module_state.Watch
+
+    def late(*args: Any) -> Any:
+        module.scale = 0.5  # type: ignore[assignment]
+        return watch(*args)
+
+    monkeypatch.setattr("threading.active_count", lambda: 2)
+    monkeypatch.setattr(module_state, "Watch", late)
+    before = state.key()
+    monkeypatch.setattr(module_state, "Watch", watch)
+    assert describe_difference(before, state.key()) == ["scale: expected nothing, got 0.5"]
+    assert state.key() is state.key()
+
+
 # --- private accelerators ---------------------------------------------------------------------------------------------
 
 
