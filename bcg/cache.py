@@ -62,7 +62,8 @@ class EntryCache:
         self._shared_bytes = shared_bytes
         self._lock = threading.Lock()  # for readers that do not wait until a capture is over
         self._variants: OrderedDict[EntryKey, list[Entry]] = OrderedDict()
-        self._rejections: OrderedDict[EntryKey, Rejection] = OrderedDict()
+        # A plain dict: its values are listed in one go, while another thread rejects.
+        self._rejections: dict[EntryKey, Rejection] = {}
 
     def find(self, key: EntryKey) -> list[Entry]:
         """Return the variants of a signature, the last used first, and refresh it."""
@@ -125,17 +126,17 @@ class EntryCache:
             reason: Why not.
             moving: What of the state is another with every forward: a state that differs in this alone is rejected too.
         """
+        self._rejections.pop(key, None)
         self._rejections[key] = Rejection(reason, moving)
-        self._rejections.move_to_end(key)
         while len(self._rejections) > self._max_rejections:
-            self._rejections.popitem(last=False)
+            del self._rejections[next(iter(self._rejections))]
 
     def rejection(self, key: EntryKey) -> str | None:
         """Return why a signature was rejected, or None."""
         exact = self._rejections.get(key)
         if exact is not None:
             return exact.reason
-        for known, rejection in self._rejections.items():
+        for known, rejection in list(self._rejections.items()):
             if rejection.moving and known.signature == key.signature:
                 parts = moving_parts(describe_difference(known.state, key.state))
                 if parts <= rejection.moving:
@@ -144,7 +145,7 @@ class EntryCache:
 
     def rejections(self) -> dict[Signature, str]:
         """Return all remembered reasons by signature."""
-        return {key.signature: rejection.reason for key, rejection in self._rejections.items()}
+        return {key.signature: rejection.reason for key, rejection in list(self._rejections.items())}
 
     def bytes(self) -> int:
         """Return the device bytes that are held for all entries together, shared ones counted once."""

@@ -11,7 +11,7 @@ import logging
 import threading
 import traceback
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -104,7 +104,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         self._self_binder: CallBinder = CallBinder(module.forward)
         self._self_disabled: str | None = None
         self._self_refused = False
-        self._self_misses: OrderedDict[EntryKey, Miss] = OrderedDict()
+        self._self_misses: dict[EntryKey, Miss] = {}  # plain, so that its values are listed in one go
         self._self_told: set[str] = set()
         self._self_lock = _module_locks.setdefault(module, threading.RLock())
         self._self_cache = EntryCache(
@@ -380,7 +380,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         miss.note(self.__wrapped__)
         self._self_misses[key] = miss
         while len(self._self_misses) > _MAX_MISSES:
-            self._self_misses.popitem(last=False)
+            del self._self_misses[next(iter(self._self_misses))]
 
     # -- explicit use ----------------------------------------------------------------------------------------------
 

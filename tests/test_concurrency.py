@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -287,3 +288,30 @@ def test_a_capture_runs_behind_a_replay_in_flight_on_another_stream(work: str, m
         getattr(runner, work)(torch.ones(2, 4))
     # The first load writes to memory that the entries share with the one in flight.
     assert happened == ["before", "load", "after"]
+
+
+def test_misses_and_rejections_are_read_while_another_thread_serves() -> None:
+    runner = bcg.wrap(nn.Linear(4, 4), max_rejections=20)
+    serving = threading.Event()
+
+    def serve() -> None:
+        try:
+            with torch.no_grad():
+                for number in range(600):
+                    x = torch.ones(1 + number % 300, 4)
+                    runner(x)
+                    runner._self_cache.reject(runner._key(runner._bind((x,), {})), "no reason")
+        finally:
+            serving.set()
+
+    def read() -> None:
+        while not serving.is_set():
+            assert isinstance(runner.misses, tuple)
+            assert len(runner.rejections) <= 21
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        run_in_threads(serve, read)
+    finally:
+        sys.setswitchinterval(interval)
