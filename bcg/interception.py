@@ -35,7 +35,7 @@ _HOST_READERS: Final = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__,
 _HOST_ARGUMENT_READERS: Final = frozenset({torch.tensor_split, Tensor.tensor_split})
 # Functions that switch all modes off to read a tensor: what they return is guarded.
 _TEXT_READERS: Final = frozenset({Tensor.__repr__, Tensor.__format__})
-_HOST_GUARD_MAX_BYTES: Final = 1 << 20  # larger host tensors are guarded by address and version, not by content
+_HOST_GUARD_MAX_BYTES: Final = 1 << 20  # larger host tensors are guarded by their version, where they have one
 
 
 class OperationFailedError(HostileOperationError):
@@ -92,7 +92,7 @@ class HostGuard:
 
     Attributes:
         tensor: The tensor itself.
-        content: Its content at capture; None where it is too large to compare in every call.
+        content: Its content at capture; None where it is too large to compare in every call and has a version.
         version: Its version counter at capture; None where it has none.
         where: Where the module uses it.
     """
@@ -105,8 +105,9 @@ class HostGuard:
     @classmethod
     def of(cls, tensor: Tensor, place: Where) -> HostGuard:
         """Guard a host tensor's present content."""
-        small = tensor.numel() * tensor.element_size() <= _HOST_GUARD_MAX_BYTES
-        return cls(tensor, tensor.detach().clone() if small else None, _version(tensor), place)
+        version = _version(tensor)
+        compares = version is None or tensor.nbytes <= _HOST_GUARD_MAX_BYTES
+        return cls(tensor, tensor.detach().clone() if compares else None, version, place)
 
     def holds(self) -> bool:
         """Tell whether the content is still what it was."""

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import bcg
 from bcg.graph import current_capture
+from bcg.interception import HostGuard
+from bcg.source import Where
 
 MODES = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 
@@ -915,3 +917,14 @@ def test_inspect_says_why_a_call_is_rejected_and_writes_nothing():
     assert "buffer table" in str(report.rejected)
     assert report.segments == 0
     assert module.table.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("elements", [4, 1 << 19])
+def test_a_host_tensor_that_has_no_version_is_guarded_by_its_content(elements: int) -> None:
+    place = Where("here.py", 1)
+    with torch.inference_mode():
+        table = torch.zeros(elements)
+        guard = HostGuard.of(table, place)
+        assert guard.holds()
+        table[1] = 1.0
+        assert not guard.holds()
