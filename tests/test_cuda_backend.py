@@ -6,6 +6,7 @@ import itertools
 import threading
 import warnings
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -158,6 +159,17 @@ def test_a_capture_goes_back_to_the_stream_and_the_device_that_were_current(
     assert FakeSwitch.depth == 1
     recording.close()
     assert FakeSwitch.depth == 0
+
+
+@pytest.mark.parametrize("lazy", ["is_conj", "is_neg", ""])
+def test_a_tensor_whose_memory_does_not_hold_its_values_is_not_referred_to_by_address(
+    lazy: str, pool: CudaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = recording_in(pool)
+    monkeypatch.setattr(recording, "_is_scratch", lambda address: True)
+    monkeypatch.setattr(cuda, "alias_at_address", lambda tensor: "alias")
+    tensor: Any = Mock(is_cuda=True, **{f"{name}.return_value": name == lazy for name in ("is_conj", "is_neg")})
+    assert recording.borrow(tensor) == (tensor if lazy else "alias")
 
 
 # -- other threads -----------------------------------------------------------------------------------------------------

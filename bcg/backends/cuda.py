@@ -210,6 +210,8 @@ class CudaRecording:
         """Return an alias by address for a tensor in the pool, and any other tensor itself."""
         if tensor.numel() == 0 or not tensor.is_cuda or not self._is_scratch(tensor.data_ptr()):
             return tensor
+        if tensor.is_conj() or tensor.is_neg():
+            return tensor  # its memory does not hold its values
         return alias_at_address(tensor)
 
     def _is_scratch(self, address: int) -> bool:
