@@ -1,4 +1,4 @@
-"""Threads and streams on the GPU: every result is exact, nothing is captured while serving, and no thread stands still."""
+"""Threads and streams on the GPU: results are exact, nothing is captured while serving, and no thread stands still."""
 
 from __future__ import annotations
 
