@@ -376,13 +376,15 @@ def _row(name: str, runner: BreakableCudaGraphRunner, entry: Entry, request: War
 def _time(runner: BreakableCudaGraphRunner, entry: Entry) -> tuple[float | None, float | None]:
     """Time an entry both ways in turn, on what its inputs hold; None for both where its guards miss there."""
     module, backend = runner.transformer, entry.pool.backend
-    state, generators = PythonState(module), backend.generator_states(entry.pool.device)
+    # Only where the forward draws: the generators belong to all threads.
+    generators = backend.generator_states(entry.pool.device) if entry.random else []
+    state = PythonState(module)
     live = [tensor.clone() for tensor in entry.inputs.tensors]
     args, kwargs = entry.call.rebuild(live)
     hits = entry.hits
     samples: tuple[list[float], list[float]] = ([], [])
     try:
-        with torch.no_grad(), entry.pool.lock:
+        with torch.no_grad(), runner._locked():
             for _ in range(_TIMING_ROUNDS):
                 samples[0].append(_elapsed_ms(entry, lambda: module(*args, **kwargs)))
                 samples[1].append(_elapsed_ms(entry, lambda: entry.replay(live)))

@@ -20,7 +20,8 @@ from bcg.pipelines._tiny_calls import NEGATIVE_PROMPT
 from bcg.pipelines.plan import WarmupPlan, WarmupRequest
 from bcg.pipelines.report import ShortfallError
 from bcg.pipelines.tiny_registry import TINY
-from bcg.pipelines.warm import warm
+from bcg.pipelines.warm import _time, warm
+from bcg.pools import is_working
 
 PROMPTS = (
     "a red fox",
@@ -388,3 +389,22 @@ def test_steps_reach_both_sides_of_every_late_argument(load: Loader) -> None:
     assert builder.steps(WarmupRequest(steps=2)) == 2
     assert builder.steps(WarmupRequest(steps=2, arguments={"cfg_trunc_ratio": 0.1})) == 11
     assert builder.steps(WarmupRequest(steps=2, arguments={"cfg_trunc_ratio": 1.0})) == 2
+
+
+def test_timing_leaves_the_random_numbers_of_other_threads_alone_and_works_in_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = bcg.wrap(torch.nn.Linear(4, 4).requires_grad_(False))
+    assert runner.capture(torch.ones(2, 4))
+    [entry] = runner.entries.values()
+    drawn = []
+
+    def elapsed_ms(entry: Any, call: Any) -> float:
+        assert is_working()  # a wrapped module inside would otherwise wait for locks in the wrong order
+        call()
+        drawn.append(torch.rand(1).item())  # stands for a thread that serves
+        return 1.0
+
+    monkeypatch.setattr("bcg.pipelines.warm._elapsed_ms", elapsed_ms)
+    assert _time(runner, entry) == (1.0, 1.0)
+    assert torch.rand(1).item() not in drawn
