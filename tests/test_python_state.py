@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
