@@ -222,6 +222,42 @@ def test_r5_where_the_context_lives_only_the_signature_is_given_up(caplog: pytes
     assert_healthy()
 
 
+def test_r5_a_failed_replay_is_the_reason_for_all_variants_of_its_signature(caplog: pytest.LogCaptureFixture) -> None:
+    runner = bcg.wrap(Forward(lambda x, mask: x[:, : int(mask.sum().item())] * 2))
+    x = torch.randn(2, 3)
+    masks = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 0.0])
+    for mask in masks:
+        with bcg.warmup():
+            runner(x, mask)
+    assert len(runner.entries) == 2
+    for entry in runner.entries.values():
+        entry.graph.steps.insert(0, BrokenSegment())
+    with caplog.at_level(logging.WARNING, "bcg"):
+        assert torch.equal(runner(x, masks[0]), runner.transformer(x, masks[0]))
+    assert runner.stats.replay_failures == 1
+    assert "illegal memory access" in explained(runner, x, masks[0])
+    assert_healthy()
+
+
+def test_r5_a_replay_that_finds_no_memory_is_tried_again_by_the_next_call() -> None:
+    runner = bcg.wrap(nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    runner.capture(x)
+    [entry] = runner.entries.values()
+    errors: list[Exception] = [torch.OutOfMemoryError("CUDA out of memory (simulated)")]
+
+    class ScarceSegment(BrokenSegment):
+        def replay(self) -> None:
+            if errors:
+                raise errors.pop()
+
+    entry.graph.steps.append(ScarceSegment())
+    for _ in range(2):
+        assert torch.equal(runner(x), runner.transformer(x))
+    assert (runner.stats.replay_failures, runner.stats.eager_calls, runner.stats.replays) == (1, 1, 1)
+    assert_healthy()
+
+
 def test_r5_where_the_context_is_dead_the_error_surfaces_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = bcg.wrap(nn.Linear(4, 4))
     x = torch.randn(2, 4)
