@@ -7,13 +7,15 @@ calls every one on the installed torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _python_dispatch as python_dispatch
+from torch.utils._device import DeviceContext as DeviceContext  # what `with torch.device(...)` is; nothing public
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch documents it, at this place
 
 
 class WrittenArgument(NamedTuple):
@@ -57,6 +59,11 @@ def can_decompose(operator: Any, device_type: str) -> bool:
 def operator_name(operator: Any) -> str:
     """Return ``aten::index.Tensor`` for an operator overload."""
     return str(operator.name())
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others in as few kernels as torch can; there is no public batched copy."""
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def storage_key(tensor: Tensor) -> int:

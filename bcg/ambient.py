@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch.utils._device import DeviceContext
 
 from bcg import _torch
 
@@ -81,7 +80,7 @@ def _autocast_state() -> object:
 
 def _default_device() -> torch.device | None:
     # `torch.get_default_device` allocates a tensor to learn the index; the current device is in the state anyway.
-    contexts = [mode for mode in _torch.function_modes() if isinstance(mode, DeviceContext)]
+    contexts = [mode for mode in _torch.function_modes() if isinstance(mode, _torch.DeviceContext)]
     return contexts[-1].device if contexts else None
 
 
@@ -98,7 +97,7 @@ def ambient_refusal() -> str | None:
         True
     """
     for mode in _torch.function_modes():
-        if not isinstance(mode, DeviceContext):
+        if not isinstance(mode, _torch.DeviceContext):
             return f"under the function mode {type(mode).__name__}, which a replay would bypass"
     for mode in _torch.dispatch_modes():
         return f"under the dispatch mode {type(mode).__name__}, which a replay would bypass"

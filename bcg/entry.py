@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -187,6 +188,7 @@ class Entry:
         Raises:
             GuardMiss: A value that the capture relied on is another one now. The default generators are as before.
         """
+        self.graph.failed_step = None
         for guard in self.host_guards:
             if not guard.holds():
                 raise GuardMiss(f"host tensor used at {guard.where}: its content is not what it was at capture", guard)
@@ -203,9 +205,10 @@ class Entry:
                 generator.set_state(state)
             for tensor, content in buffers:
                 tensor.copy_(content)
+            with contextlib.suppress(Exception):  # a dead context must not replace the error that tells why
+                self.pool.after_replay()
             raise
-        finally:
-            self.pool.after_replay()
+        self.pool.after_replay()
         self.hits += 1
         return result
 

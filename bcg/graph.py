@@ -233,8 +233,12 @@ class BreakableCUDAGraphCapture:
             self._fail()
             raise
         _thread.capture = None
+        try:
+            self._context.close()
+        except BaseException:
+            self.graph.reset()  # the host's capture context refused, so nobody will own the graph
+            raise
         self.graph.finish()
-        self._context.close()
 
     def _fail(self) -> None:
         """Leave the capture after an error, in an order that cannot mask it."""

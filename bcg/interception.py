@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bcg import _torch
 from bcg.backends import Backend
@@ -522,6 +521,8 @@ class CaptureRun(Watch):
         if name == "aten::copy_":
             target, source = args[0], args[1]
             return target.copy_(self._capture.guard(_to_host, (source,), {}, name=name, place=place))
+        if "non_blocking" in kwargs:
+            kwargs = {**kwargs, "non_blocking": False}  # the value is compared at once
         return self._capture.guard(operator, args, kwargs, name=name, place=place)
 
     def _read_memory(self, tensor: Tensor, name: str) -> Tensor:
@@ -563,7 +564,7 @@ class CaptureRun(Watch):
         return result
 
 
-class _DispatchMode(TorchDispatchMode):
+class _DispatchMode(_torch.TorchDispatchMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
         self._watch = watch

@@ -66,15 +66,18 @@ def inspect(module: nn.Module, *args: Any, **kwargs: Any) -> CaptureReport:
     inner = unwrap(module)
     with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         runner = wrap(inner)
-        captured = runner.capture(*args, **kwargs)
-        entries = list(runner.entries.values())
-        name = type(inner).__name__
-        if captured and entries:
-            report = CaptureReport(name, entries[-1].findings, entries[-1].segments, None, entries[-1].verified)
-        else:
-            report = CaptureReport(name, _findings(runner, args, kwargs), 0, runner.explain(*args, **kwargs), "no")
-        runner.reset()
-    return report
+        try:
+            return _report(runner, args, kwargs)
+        finally:
+            runner.reset()
+
+
+def _report(runner: BreakableCudaGraphRunner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureReport:
+    name = type(runner.transformer).__name__
+    if runner.capture(*args, **kwargs):
+        entry = list(runner.entries.values())[-1]
+        return CaptureReport(name, entry.findings, entry.segments, None, entry.verified)
+    return CaptureReport(name, _findings(runner, args, kwargs), 0, runner.explain(*args, **kwargs), "no")
 
 
 def _findings(runner: BreakableCudaGraphRunner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Finding, ...]:

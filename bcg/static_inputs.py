@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bcg import _torch
 from bcg.signature import TensorSpec
 
 
@@ -73,7 +74,7 @@ class StaticInputs:
         """Copy live tensors in, in one batched copy."""
         if self.tensors:
             with torch.no_grad():
-                torch._foreach_copy_(self.tensors, list(live))
+                _torch.copy_all(self.tensors, live)
 
     def owned_bytes(self) -> int:
         """Return the bytes of inputs that share no memory with other entries."""

@@ -74,7 +74,7 @@ class EagerStep:
 
     def static_bytes(self) -> int:
         """Return the bytes of the static tensors that the results are copied into."""
-        return sum(result.nbytes for result, copied in zip(self._results, self._copied, strict=True) if copied)
+        return sum(result.nbytes for result, copied in zip(self._results, self._copied, strict=False) if copied)
 
     def replay(self) -> None:
         """Run the function and copy its results into the static tensors.

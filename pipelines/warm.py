@@ -380,15 +380,15 @@ def _time(runner: BreakableCudaGraphRunner, entry: Entry) -> tuple[float | None,
     generators = backend.generator_states(entry.pool.device) if entry.random else []
     state = PythonState(module)
     live = [tensor.clone() for tensor in entry.inputs.tensors]
-    args, kwargs = entry.call.rebuild(live)
     hits = entry.hits
     samples: tuple[list[float], list[float]] = ([], [])
     try:
+        args, kwargs = entry.call.rebuild(live)
         with torch.no_grad(), runner._locked():
             for _ in range(_TIMING_ROUNDS):
                 samples[0].append(_elapsed_ms(entry, lambda: module(*args, **kwargs)))
                 samples[1].append(_elapsed_ms(entry, lambda: entry.replay(live)))
-    except (BcgError, RuntimeError) as error:
+    except (BcgError, RuntimeError, ValueError) as error:  # another thread may have evicted it
         _log.debug("%r could not be timed: %s", entry, error)
         return None, None
     finally:

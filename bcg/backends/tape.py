@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bcg import _torch
 from bcg.backends.base import Backend, Pool, Recording, Segment
@@ -93,7 +92,7 @@ class TapeSegment:
 
 
 @dataclass
-class _RecordingMode(TorchDispatchMode):
+class _RecordingMode(_torch.TorchDispatchMode):
     """Runs and records every operation while `operations` is a list."""
 
     operations: list[_Operation | _Constant] | None = field(default=None)
