@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -62,15 +62,13 @@ class EagerStep:
         self._structure = tree.structure
         for reason in tree.refused.values():
             raise CaptureError(f"the result of eager break {self.name} at {self.where} {reason}: return plain tensors.")
-        given = [self._adopt_leaf(leaf, input_storages, borrow) for leaf in tree.leaves]
+        fresh = [isinstance(leaf, Tensor) and _torch.storage_key(leaf) not in input_storages for leaf in tree.leaves]
+        tensors = [leaf for leaf, is_fresh in zip(tree.leaves, fresh, strict=True) if is_fresh]
+        statics = iter(static_copies(cast(list[Tensor], tensors)))
+        given = [next(statics) if is_fresh else leaf for leaf, is_fresh in zip(tree.leaves, fresh, strict=True)]
+        self._copied = fresh
+        self._results = [borrow(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given]
         return tree.structure.unflatten(given)
-
-    def _adopt_leaf(self, leaf: Any, input_storages: set[int], borrow: Callable[[Tensor], Tensor]) -> Any:
-        fresh = isinstance(leaf, Tensor) and _torch.storage_key(leaf) not in input_storages
-        given = static_copy(leaf) if fresh else leaf
-        self._copied.append(fresh)
-        self._results.append(borrow(given) if isinstance(given, Tensor) else given)
-        return given
 
     def static_bytes(self) -> int:
         """Return the bytes of the static tensors that the results are copied into."""
@@ -152,6 +150,42 @@ def static_copy(tensor: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         static = torch.empty_like(tensor, memory_format=torch.preserve_format, requires_grad=False)
         return static.copy_(tensor)
+
+
+def static_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return static copies of tensors; those that share memory share it again, so that a write to one shows in all."""
+    groups: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(_torch.storage_key(tensor), []).append(tensor)
+    copies: dict[int, Tensor] = {}
+    for group in groups.values():
+        shared = len(group) > 1 and len({tensor.dtype for tensor in group}) == 1 and not any(map(_repeats, group))
+        made = _sharing_copies(group) if shared else [static_copy(tensor) for tensor in group]
+        copies.update((id(tensor), copy) for tensor, copy in zip(group, made, strict=True))
+    return [copies[id(tensor)] for tensor in tensors]
+
+
+def _sharing_copies(group: list[Tensor]) -> list[Tensor]:
+    """Copy tensors of one storage into one static storage, at the same distances from each other."""
+    begin = min(int(tensor.storage_offset()) for tensor in group)
+    end = max(int(tensor.storage_offset()) + _extent(tensor) for tensor in group)
+    with torch.inference_mode(False), torch.no_grad():
+        memory = torch.empty(end - begin, dtype=group[0].dtype, device=group[0].device)
+        views = [memory.as_strided(t.shape, t.stride(), int(t.storage_offset()) - begin) for t in group]
+        for view, tensor in zip(views, group, strict=True):
+            view.copy_(tensor)
+        return views
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Tell whether elements of a tensor share memory with each other, so that it cannot be copied into."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _extent(tensor: Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def frozen(value: Any) -> Any:

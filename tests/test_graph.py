@@ -806,3 +806,20 @@ def test_work_of_other_threads_is_not_captured() -> None:
 
     graph, _ = capture(block)
     assert (graph.segments, graph.breaks) == (1, 0)
+
+
+def test_results_of_a_break_that_share_memory_share_it_in_every_replay() -> None:
+    @bcg.eager_on_graph
+    def with_a_view(x: Tensor) -> tuple[Tensor, Tensor]:
+        doubled = x * 2
+        return doubled, doubled[1:]
+
+    x = torch.ones(3)
+    with bcg.BreakableCUDAGraphCapture() as graph:
+        whole, tail = with_a_view(x)
+        whole.add_(1)
+        result = tail * 10
+    for value in (2.0, 3.0):
+        x.fill_(value)
+        graph.replay()
+        assert result.tolist() == [(2 * value + 1) * 10] * 2
