@@ -28,6 +28,7 @@ TESTS = {
     "changes": ("tests/test_module_changes.py",),
     "runner": ("tests/test_state_guards.py", "tests/test_failure_cases.py", "tests/test_runner.py"),
     "ambient": ("tests/test_ambient.py",),
+    "interception": ("tests/test_interception.py",),
 }
 
 
@@ -70,8 +71,9 @@ def mutated(mutation: Mutation | None) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="bcg-mutation-") as name:
         folder = Path(name)
-        for part in ("bcg", "tests"):
-            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "pipelines"))
+        for part in ("bcg", "docs", "tests"):
+            ignored = shutil.ignore_patterns("__pycache__", *(["pipelines"] if part == "bcg" else []))
+            shutil.copytree(ROOT / part, folder / part, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", folder)
         # As it is installed: the folder at the top is bcg.pipelines.
         (folder / "bcg" / "pipelines").symlink_to(ROOT / "pipelines")
@@ -124,6 +126,11 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown mutations: {', '.join(sorted(unknown))}; --list prints all.")
     chosen = [mutation for mutation in MUTATIONS if not arguments.names or mutation.name in arguments.names]
+    for group in dict.fromkeys(mutation.tests for mutation in chosen):
+        fails, output = is_noticed(None, TESTS[group])
+        if fails:
+            print(f"The tests {group!r} fail with every guard turned on, and so would show nothing:\n{output}")
+            return 1
     survivors = []
     for mutation in chosen:
         started = time.perf_counter()
