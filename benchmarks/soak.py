@@ -102,11 +102,13 @@ class Turns:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._serving = 0
+        self._wants_to_change = False
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Serve while nothing changes."""
         with self._condition:
+            self._condition.wait_for(lambda: not self._wants_to_change)
             self._serving += 1
         try:
             yield
@@ -117,10 +119,15 @@ class Turns:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Change something while nobody serves."""
+        """Change something while nobody serves; who wants to serve meanwhile waits, or the moment might never come."""
         with self._condition:
+            self._wants_to_change = True
             self._condition.wait_for(lambda: self._serving == 0)
-            yield
+            try:
+                yield
+            finally:
+                self._wants_to_change = False
+                self._condition.notify_all()
 
 
 @dataclass
