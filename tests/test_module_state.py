@@ -341,13 +341,14 @@ def test_forwards_and_modes_change_nothing_and_cost_no_walk(monkeypatch: pytest.
     state = ModuleState(model)
     counted = walks(monkeypatch)
     before = state.key()
+    first = len(counted)  # one, or two where other threads could have changed the module meanwhile
     for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.enable_grad()):
         with mode:
             model(torch.randn(3, 4))
             assert state.key() is before
     model.requires_grad_(False)
     assert state.key() is before
-    assert len(counted) == 1
+    assert len(counted) == first > 0
 
 
 def test_content_and_load_state_dict_are_not_in_the_key(proof: str) -> None:
