@@ -129,7 +129,13 @@ def test_licence_is_apache_2() -> None:
     assert "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
 
 
-@pytest.mark.parametrize("command", ["scripts/demo", "scripts/test", "scripts/check", "scripts/wheel", ".ci/run"])
+COMMANDS = [
+    ".ci/run",
+    *(f"scripts/{name}" for name in ("check", "demo", "inspect", "mutate", "test", "warmup", "wheel")),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_commands_can_be_run_and_stop_at_the_first_failure(command: str) -> None:
     path = ROOT / command
     assert path.stat().st_mode & 0o111 == 0o111
