@@ -22,6 +22,7 @@ from bcg.backends import Backend
 from bcg.errors import HostileOperationError, StateWriteError
 from bcg.graph import BreakableCUDAGraphCapture
 from bcg.host_random import unprofiled
+from bcg.layout import operands
 from bcg.operations import Arguments, Kind, base_name, classify, draws_random, generator_of
 from bcg.source import Where, where
 from bcg.steps import same_value, tensors_in
@@ -185,7 +186,7 @@ class Watch:
 
     def operation(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Treat one dispatched operation."""
-        inputs = list(_walk((args, kwargs)))
+        inputs = list(operands((args, kwargs)))
         keys = {_torch.storage_key(tensor) for tensor in inputs}
         if base_name(operator) == "aten::lift_fresh":  # a tensor that was just made from host data, unseen
             self._born.update(dict.fromkeys(keys, False))
@@ -239,7 +240,7 @@ class Watch:
         if base_name(operator) == "aten::_to_copy":
             return self._hoist(args[0], lambda: operator(*args, **kwargs), base_name(operator))
         # A write or an index with host data: copy the host data to the device once, then do the rest there.
-        device = next(tensor.device for tensor in _walk(args) if tensor.device.type == self.backend.device_type)
+        device = next(tensor.device for tensor in operands(args) if tensor.device.type == self.backend.device_type)
 
         def moved(value: Any) -> Any:
             if isinstance(value, Tensor) and value.device.type == "cpu":
@@ -330,7 +331,7 @@ class Watch:
 
     def note_born(self, result: Any, depends: bool, inputs: Collection[int] = ()) -> None:
         """Note the storages that a result brought into being."""
-        for tensor in _walk(result):
+        for tensor in operands(result):
             key = _torch.storage_key(tensor)
             if key not in inputs:
                 self._born[key] = depends
@@ -381,7 +382,9 @@ class Watch:
                     "not advance: draw from the default generator, or pass the numbers in."
                 )
             )
-        if not self.backend.reads_host_memory and all(tensor.device.type == "cpu" for tensor in _walk((args, kwargs))):
+        if not self.backend.reads_host_memory and all(
+            tensor.device.type == "cpu" for tensor in operands((args, kwargs))
+        ):
             device = Arguments(operator, args, kwargs, "").get("device")
             if device is None or torch.device(device).type == "cpu":
                 self._refuse(
@@ -417,7 +420,7 @@ class DryRun(Watch):
     def note_born(self, result: Any, depends: bool, inputs: Collection[int] = ()) -> None:
         """Note the storages that a result brought into being, and the tensor objects, weakly."""
         super().note_born(result, depends, inputs)
-        self._results.extend(weakref.ref(tensor) for tensor in _walk(result))
+        self._results.extend(weakref.ref(tensor) for tensor in operands(result))
 
     def _plain(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -596,20 +599,9 @@ class _FunctionMode(TorchFunctionMode):
         return self._watch.function(func, args, kwargs)
 
 
-def _walk(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _walk(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _walk(item)
-
-
 def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     for position, name in _torch.written_arguments(operator):
-        yield from _walk(args[position] if position < len(args) else kwargs.get(name))
+        yield from operands(args[position] if position < len(args) else kwargs.get(name))
 
 
 def _content(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bcg import _torch
+from bcg.layout import extent
 from bcg.signature import TensorSpec
 
 
@@ -27,7 +28,7 @@ class StaticArena:
 
     def take(self, slot: int, spec: TensorSpec, device: torch.device) -> Tensor:
         """Return memory for one static input; entries that hold earlier, smaller memory of the slot keep it."""
-        size_bytes = _extent(spec.shape, spec.stride) * spec.dtype.itemsize
+        size_bytes = extent(spec.shape, spec.stride) * spec.dtype.itemsize
         memory = self._slots.get((slot, device))
         if memory is None or memory.numel() < size_bytes:
             memory = torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)
@@ -91,7 +92,7 @@ class StaticInputs:
     def shared_extents(self) -> dict[int, int]:
         """Return the bytes that each input in the arena's memory asks for, by slot."""
         return {
-            slot: _extent(tensor.shape, tensor.stride()) * tensor.itemsize
+            slot: extent(tensor.shape, tensor.stride()) * tensor.itemsize
             for slot, tensor in enumerate(self.tensors)
             if _is_shared(tensor.dtype, tensor.shape)
         }
@@ -103,8 +104,3 @@ class StaticInputs:
 
 def _is_shared(dtype: torch.dtype, shape: torch.Size) -> bool:
     return dtype.is_floating_point and 0 not in shape
-
-
-def _extent(shape: torch.Size, strides: Sequence[int]) -> int:
-    """Return the number of elements between the first and the last, both included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

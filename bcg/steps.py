@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bcg import _torch, trees
 from bcg.errors import CaptureError, GuardMiss
+from bcg.layout import extent, has_repeats
 from bcg.source import Where
 
 
@@ -159,7 +160,7 @@ def static_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
         groups.setdefault(_torch.storage_key(tensor), []).append(tensor)
     copies: dict[int, Tensor] = {}
     for group in groups.values():
-        shared = len(group) > 1 and len({tensor.dtype for tensor in group}) == 1 and not any(map(_repeats, group))
+        shared = len(group) > 1 and len({tensor.dtype for tensor in group}) == 1 and not any(map(has_repeats, group))
         made = _sharing_copies(group) if shared else [static_copy(tensor) for tensor in group]
         copies.update((id(tensor), copy) for tensor, copy in zip(group, made, strict=True))
     return [copies[id(tensor)] for tensor in tensors]
@@ -168,24 +169,13 @@ def static_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _sharing_copies(group: list[Tensor]) -> list[Tensor]:
     """Copy tensors of one storage into one static storage, at the same distances from each other."""
     begin = min(int(tensor.storage_offset()) for tensor in group)
-    end = max(int(tensor.storage_offset()) + _extent(tensor) for tensor in group)
+    end = max(int(tensor.storage_offset()) + extent(tensor.shape, tensor.stride()) for tensor in group)
     with torch.inference_mode(False), torch.no_grad():
         memory = torch.empty(end - begin, dtype=group[0].dtype, device=group[0].device)
         views = [memory.as_strided(t.shape, t.stride(), int(t.storage_offset()) - begin) for t in group]
         for view, tensor in zip(views, group, strict=True):
             view.copy_(tensor)
         return views
-
-
-def _repeats(tensor: Tensor) -> bool:
-    """Tell whether elements of a tensor share memory with each other, so that it cannot be copied into."""
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _extent(tensor: Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def frozen(value: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bcg import trees
+from bcg.layout import extent, without_repeats
 
 # Compiled code rounds otherwise than eager. The limit is on ||got - expected|| / ||expected||; regional compilation of
 # published models moves a bf16 result by about 2 %, float32 by far less.
@@ -37,8 +38,8 @@ def fresh_inputs(live: Sequence[Tensor]) -> list[Tensor]:
 def _fresh(tensor: Tensor, generator: torch.Generator) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         result = _empty_alike(tensor)
-        own = _without_repeats(result)
-        source = _without_repeats(tensor)
+        own = without_repeats(result)
+        source = without_repeats(tensor)
         own.copy_(source)
         if not tensor.is_floating_point() or own.numel() == 0 or _is_mask(own):
             return result
@@ -52,17 +53,8 @@ def _fresh(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _empty_alike(tensor: Tensor) -> Tensor:
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = torch.zeros(max(extent, 1), dtype=tensor.dtype, device=tensor.device)
+    memory = torch.zeros(extent(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=tensor.device)
     return memory.as_strided(tensor.shape, tensor.stride()) if tensor.numel() else torch.empty_like(tensor)
-
-
-def _without_repeats(tensor: Tensor) -> Tensor:
-    """Return the part of an expanded tensor whose elements each have memory of their own."""
-    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
 
 
 def _is_mask(tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bcg import _torch
 from bcg.backends.base import Backend, Pool, Recording, Segment
+from bcg.layout import extent
 
 _POOL_STREAMS_PER_PRIORITY = 32  # torch hands out its streams round robin: c10/cuda/CUDAStream.cpp, kStreamsPerPool
 
@@ -297,8 +298,8 @@ def alias_at_address(tensor: Tensor) -> Tensor:
     Returns:
         The alias. Reading it is valid while the memory at its address is mapped and holds what the caller expects.
     """
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    raw = torch.as_tensor(_AddressRange(tensor.data_ptr(), extent * tensor.element_size()), device=tensor.device)
+    size_bytes = extent(tensor.shape, tensor.stride()) * tensor.element_size()
+    raw = torch.as_tensor(_AddressRange(tensor.data_ptr(), size_bytes), device=tensor.device)
     return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from bcg import _torch
 from bcg.backends.base import Backend, Pool, Recording, Segment
 from bcg.errors import GuardMiss, HostileOperationError
+from bcg.layout import operands, without_repeats
 from bcg.operations import is_host_read
 
 # In-place operations that change a tensor object and not its memory: a replay has nothing to do.
@@ -51,7 +52,7 @@ class _Operation:
     results: list[Tensor | None]
 
     def run(self) -> None:
-        fresh = _tensors(self.operator(*self.arguments, **self.keywords))
+        fresh = operands(self.operator(*self.arguments, **self.keywords))
         for recorded, value in zip(self.results, fresh, strict=True):
             if recorded is not None:
                 if recorded.shape != value.shape:
@@ -59,7 +60,7 @@ class _Operation:
                         f"{_torch.operator_name(self.operator)} gives another shape than at capture: expected "
                         f"{list(recorded.shape)}, got {list(value.shape)}"
                     )
-                _dense(recorded).copy_(_dense(value))
+                without_repeats(recorded).copy_(without_repeats(value))
 
 
 @dataclass
@@ -132,27 +133,12 @@ def _recorded(
         return _Constant(args[0].detach(), args[0].detach().clone())
     if name in _METADATA_OPERATIONS or name in _UNINITIALISED:
         return None
-    inputs = {_torch.storage_key(tensor) for tensor in _tensors((args, kwargs))}
+    inputs = {_torch.storage_key(tensor) for tensor in operands((args, kwargs))}
     # A result that shares memory with an argument is a view or the argument itself, and needs no copy.
-    fresh = [None if _torch.storage_key(value) in inputs else value.detach() for value in _tensors(result)]
+    fresh = [None if _torch.storage_key(value) in inputs else value.detach() for value in operands(result)]
     if not _torch.written_arguments(operator) and all(value is None for value in fresh):
         return None
     return _Operation(operator, _snapshot(args), _snapshot(kwargs), fresh)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return list(_walk(value))
-
-
-def _walk(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _walk(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _walk(item)
 
 
 def _snapshot(value: Any) -> Any:
@@ -164,14 +150,6 @@ def _snapshot(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _snapshot(item) for key, item in value.items()}
     return value
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Return the part of an expanded tensor that has memory of its own; copying into the whole would raise."""
-    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
 
 
 class TapeRecording:
