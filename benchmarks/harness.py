@@ -1,8 +1,9 @@
 """What every benchmark shares: machine facts, interleaved timing, comparison with eager, memory, JSON, tables.
 
 Timings are taken so that arms can be compared inside one run: the arms take turns, each turn is a burst of calls, and
-the order rotates, so that clock changes and the caches left by a neighbour fall on all of them alike. Reported are
-medians and interquartile ranges.
+every round has another order, so that clock changes and the heat and caches left by a neighbour fall on all of them
+alike. (A rotation would not do: an arm would always follow the same one, and after an eager arm, in which the GPU
+waits, the clocks of a power-bound card stand higher.) Reported are medians and interquartile ranges.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import gc
 import json
 import os
 import platform
+import random
 import shlex
 import subprocess
 import sys
@@ -31,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 ROOT: Final = Path(__file__).resolve().parent.parent
 MIB: Final = 2**20
 MATRIX_SIZE: Final = 8192
-LEAST_ROUNDS: Final = 5
+LEAST_ROUNDS: Final = 7
 MOST_ROUNDS: Final = 30
 
 
@@ -184,7 +186,7 @@ class Turn:
             return clock.burst(self.call, calls)
 
 
-def interleave(arms: Mapping[str, Turn], clock: Clock, *, budget_s: float, calls: int = 3) -> dict[str, Timings]:
+def interleave(arms: Mapping[str, Turn], clock: Clock, *, budget_s: float, calls: int = 6) -> dict[str, Timings]:
     """Time several arms in turns.
 
     Args:
@@ -200,12 +202,12 @@ def interleave(arms: Mapping[str, Turn], clock: Clock, *, budget_s: float, calls
     samples: dict[str, list[Sample]] = {name: [] for name in names}
     for name in names:  # one turn that does not count: clocks rise, allocators and caches settle
         arms[name].take(clock, 2)
+    order = random.Random(0)
     begin = time.monotonic()
     for turn in range(MOST_ROUNDS):
         if turn >= LEAST_ROUNDS and time.monotonic() - begin > budget_s:
             break
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in order.sample(names, len(names)):
             samples[name].append(arms[name].take(clock, calls))
     return {name: Timings(tuple(taken)) for name, taken in samples.items()}
 
