@@ -16,27 +16,18 @@ pytest.importorskip("transformers")
 import bcg
 from bcg.pipelines import runners_of, wrap_pipeline
 from bcg.pipelines._requests import CallBuilder
-from bcg.pipelines._tiny_calls import NEGATIVE_PROMPT
 from bcg.pipelines.plan import WarmupPlan, WarmupRequest
 from bcg.pipelines.report import ShortfallError
 from bcg.pipelines.tiny_registry import TINY
 from bcg.pipelines.warm import _time, warm
 from bcg.pools import is_working
+from warming import check_warmed
 
 PROMPTS = (
     "a red fox",
     "a lighthouse in a storm",
     "tulips",
-    "an old harbour at dawn",
-    "plums on a blue table",
-    "two herons",
-    "a tram in the rain",
-    "a paper dragon above a street",
-    "a clockmaker",
-    "a cabin under the stars",
 )
-LENGTHS_KNOWN = 6
-"""Of how many of the prompts the lengths are in the plan."""
 
 Loader = Callable[..., Any]
 
@@ -83,29 +74,9 @@ def served(pipe: Any, call: Callable[[], Any]) -> tuple[int, int, int]:
     return calls, replays, captures
 
 
-FAMILIES = ("flux", "stable_diffusion_3", "qwen_image", "wan22", "lumina2", "hunyuan_video")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", list(TINY))
 def test_ten_new_prompts_replay_as_the_report_said(name: str, load: Loader) -> None:
-    tiny = TINY[name]
-    pipe = wrap_pipeline(load(name))
-    builder = CallBuilder(pipe)
-    lengths = {prompt: builder.counted_length(prompt) for prompt in PROMPTS}
-    known = sorted({lengths[prompt] for prompt in PROMPTS[:LENGTHS_KNOWN]}) if builder.text_kind != "fixed" else [None]
-    plan = small(name, guidance=[True], negative_prompts=[NEGATIVE_PROMPT], text_lengths=known)
-    report = warm(pipe, plan, strict=True, progress=False)
-
-    foretold = [report.covers(text_length=length) for length in lengths.values()]
-    found = []
-    for seed, prompt in enumerate(PROMPTS):
-        call = tiny.example_call(prompt=prompt, seed=seed)
-        calls, replays, captures = served(pipe, lambda call=call: pipe(**call))  # type: ignore[misc]
-        assert calls > 0 and captures == 0
-        found.append(replays == calls)
-    assert found == foretold
-    assert sum(found) >= LENGTHS_KNOWN
-    assert all(found) or report.notes, "the report names what will not replay"
+    check_warmed(load(name), TINY[name], "cpu")
 
 
 def test_both_denoisers_are_reached_with_as_many_steps_as_that_takes(load: Loader) -> None:
@@ -170,7 +141,7 @@ def test_text_of_another_length_replays_with_buckets(load: Loader) -> None:
     assert plan.text_lengths == (32, 64)
     report = warm(pipe, plan, strict=True, progress=False)
     assert report.covers(text_length=20) and not report.covers(text_length=65)
-    for prompt in PROMPTS[:3]:
+    for prompt in PROMPTS:
         call = TINY["qwen_image"].example_call(prompt=prompt, seed=0)
         assert served(pipe, lambda call=call: pipe(**call)) == (4, 4, 0)  # type: ignore[misc]
 
