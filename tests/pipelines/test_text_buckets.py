@@ -15,54 +15,31 @@ import bcg
 from bcg.pipelines import TextBuckets, TextInputs, TextStream, family_of, runners_of, wrap_pipeline
 from bcg.pipelines.tiny_registry import TINY
 
-diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
+from bucketing import (
+    EXACT,
+    MORE_TOKENS,
+    OTHERS,
+    PROMPT,
+    Arguments,
+    difference,
+    length_of,
+    padded_with_noise,
+    padding_of_a_denoiser,
+    padding_of_a_pipeline,
+    recorded_call,
+    refilled,
+    text_of,
+)
+
 TOLERANCE = 1e-6  # relative, in float32: another length is another blocking of the same sums
-PROMPT = "a red fox in the snow"
-Arguments = dict[str, Any]
-
-# -- what padding does to a denoiser -----------------------------------------------------------------------------------
-
-
-def tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in items for tensor in tensors(item)]
-
-
-def difference(module: nn.Module, one: tuple[Any, Arguments], other: tuple[Any, Arguments]) -> float:
-    """The largest relative distance between the results of two calls."""
-    with torch.no_grad():
-        results, others = (tensors(module(*args, **kwargs)) for args, kwargs in (one, other))
-    return max(float((b - a).norm() / a.norm()) for a, b in zip(results, others, strict=True))
-
-
-def refilled(value: Any, dim: int, start: int, count: int | None = None) -> Any:
-    """The same tensors with noise in the rows from ``start``."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(refilled(item, dim, start, count) for item in value)
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
-    result = value.clone()
-    result.narrow(dim, start, value.shape[dim] - start if count is None else count).normal_(std=3.0)
-    return result
-
-
-def padded_with_noise(text: TextInputs, prepare: TextBuckets, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
-    longer_args, longer = prepare(args, kwargs)
-    for stream in text.streams:
-        length = tensors(kwargs[stream.names[0]])[0].shape[stream.dim]
-        assert tensors(longer[stream.names[0]])[0].shape[stream.dim] > length, "the test must pad"
-        longer.update({name: refilled(longer[name], stream.dim, length) for name in stream.names})
-    return longer_args, longer
 
 
 def check_exact(pipeline: str, module: nn.Module, args: Any, kwargs: Arguments) -> None:
-    text = family_of(getattr(diffusers, pipeline)).text
-    assert text is not None
-    buckets = [tensors(kwargs[stream.names[0]])[0].shape[stream.dim] + 24 for stream in text.streams]
+    text = text_of(pipeline)
+    buckets = [length_of(kwargs, stream) + MORE_TOKENS for stream in text.streams]
     given = {name: id(value) for name, value in kwargs.items()}
     prepare = TextBuckets(text, buckets, module)
     assert difference(module, (args, kwargs), padded_with_noise(text, prepare, args, kwargs)) <= TOLERANCE
@@ -75,7 +52,6 @@ def check_exact(pipeline: str, module: nn.Module, args: Any, kwargs: Arguments) 
 
 # -- denoiser calls of real pipelines ----------------------------------------------------------------------------------
 
-EXACT = [name for name in TINY if family_of(type(TINY[name].pipeline_class, (), {})).text_reason is None]
 INEXACT = [name for name in TINY if name not in EXACT]
 
 
@@ -97,17 +73,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 def draw(pipe: Any, name: str, prompt: str, **more: Any) -> Tensor:
     call = {**TINY[name].example_call(prompt=prompt, seed=1), **more}
     return torch.as_tensor(pipe(**call, return_dict=False)[0])
-
-
-def recorded_call(pipe: Any, name: str, prompt: str = PROMPT) -> tuple[Any, Arguments]:
-    """The arguments of the first call of the denoiser."""
-    calls: list[tuple[Any, Arguments]] = []
-    handle = pipe.transformer.register_forward_pre_hook(
-        lambda _, args, kwargs: calls.append((args, dict(kwargs))), with_kwargs=True
-    )
-    draw(pipe, name, prompt)
-    handle.remove()
-    return calls[0]
 
 
 def test_recipes_and_reasons_are_those_that_were_measured() -> None:
@@ -137,131 +102,22 @@ def test_where_bcg_does_not_pad_padding_would_change_the_result(load: Callable[[
     assert difference(pipe.transformer, (args, kwargs), changed) > 10 * TOLERANCE
 
 
-# -- denoisers without a tiny pipeline ---------------------------------------------------------------------------------
-
-
-def noise(*shape: int) -> Tensor:
-    return torch.randn(shape)
-
-
-def mask(length: int, valid: int, batch: int = 1, dtype: torch.dtype = torch.int64) -> Tensor:
-    return (torch.arange(length) < valid).to(dtype).expand(batch, -1)
-
-
-def built(kind: str, **config: Any) -> nn.Module:
-    module: nn.Module = getattr(diffusers, kind)(**config).eval().requires_grad_(False)
-    for parameter in module.parameters():
-        if not parameter.any():  # a projection that begins at zero would hide the text
-            parameter.normal_(std=0.05)
-    return module
-
-
-def flux2() -> tuple[str, nn.Module, Arguments]:
-    module = built(
-        "Flux2Transformer2DModel", patch_size=1, in_channels=16, num_layers=1, num_single_layers=1,
-        attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16, axes_dims_rope=[4, 4, 4, 4],
-    )  # fmt: skip
-    ids = torch.randint(0, 9, (1, 11, 4))
-    call = {"hidden_states": noise(1, 6, 16), "encoder_hidden_states": noise(1, 5, 16), "img_ids": ids[:, :6]}
-    more = {"txt_ids": ids[:, 6:], "timestep": torch.tensor([0.5]), "guidance": torch.tensor([4.0])}
-    return "Flux2Pipeline", module, {**call, **more, "joint_attention_kwargs": None}
-
-
-def ovis() -> tuple[str, nn.Module, Arguments]:
-    module = built(
-        "OvisImageTransformer2DModel", patch_size=1, in_channels=16, num_layers=1, num_single_layers=1,
-        attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
-    call = {"hidden_states": noise(1, 6, 16), "encoder_hidden_states": noise(1, 5, 32), "timestep": torch.tensor([0.5])}
-    return "OvisImagePipeline", module, {**call, "img_ids": noise(6, 3), "txt_ids": torch.zeros(5, 3)}
-
-
-def krea2() -> tuple[str, nn.Module, Arguments]:
-    module = built(
-        "Krea2Transformer2DModel", in_channels=16, num_layers=1, attention_head_dim=16, num_attention_heads=2,
-        num_key_value_heads=2, intermediate_size=32, timestep_embed_dim=16, text_hidden_dim=16, num_text_layers=3,
-        text_num_attention_heads=2, text_num_key_value_heads=2, text_intermediate_size=32,
-        num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
-    call = {"hidden_states": noise(1, 6, 16), "encoder_hidden_states": noise(1, 5, 3, 16)}
-    more = {"timestep": torch.tensor([0.5]), "position_ids": torch.randint(0, 9, (11, 3)).float()}
-    return "Krea2Pipeline", module, {**call, **more, "encoder_attention_mask": mask(5, 4, dtype=torch.bool)}
-
-
-def sana_video() -> tuple[str, nn.Module, Arguments]:
-    module = built(
-        "SanaVideoTransformer3DModel", in_channels=16, out_channels=16, num_attention_heads=2, attention_head_dim=12,
-        num_layers=1, num_cross_attention_heads=2, cross_attention_head_dim=12, cross_attention_dim=24,
-        caption_channels=8, sample_size=8, patch_size=(1, 2, 2), qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
-    )  # fmt: skip
-    call = {"hidden_states": noise(2, 16, 2, 4, 4), "encoder_hidden_states": noise(2, 12, 8)}
-    more = {"timestep": torch.tensor([500, 500]), "encoder_attention_mask": mask(12, 9, 2)}
-    return "SanaVideoPipeline", module, {**call, **more}
-
-
-def hunyuan_image() -> tuple[str, nn.Module, Arguments]:
-    module = built(
-        "HunyuanImageTransformer2DModel", in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=8,
-        num_layers=1, num_single_layers=1, num_refiner_layers=1, patch_size=(1, 1), guidance_embeds=False,
-        text_embed_dim=32, text_embed_2_dim=32, rope_axes_dim=(4, 4),
-    )  # fmt: skip
-    call = {"hidden_states": noise(1, 4, 8, 8), "timestep": torch.tensor([500.0])}
-    text = {"encoder_hidden_states": noise(1, 12, 32), "encoder_attention_mask": mask(12, 9)}
-    glyphs = {"encoder_hidden_states_2": noise(1, 8, 32), "encoder_attention_mask_2": mask(8, 2)}
-    return "HunyuanImagePipeline", module, {**call, **text, **glyphs}
-
-
-def motif() -> tuple[str, nn.Module, Arguments]:
-    module = built(
-        "MotifVideoTransformer3DModel", in_channels=33, out_channels=16, num_attention_heads=2, attention_head_dim=12,
-        num_layers=1, num_single_layers=1, mlp_ratio=4.0, patch_size=1, patch_size_t=1, qk_norm="rms_norm",
-        text_embed_dim=32, rope_axes_dim=(4, 4, 4),
-    )  # fmt: skip
-    call = {"hidden_states": noise(1, 33, 2, 4, 4), "timestep": torch.tensor([500.0])}
-    text = {"encoder_hidden_states": noise(1, 12, 32), "encoder_attention_mask": mask(12, 9, dtype=torch.bool)}
-    return "MotifVideoPipeline", module, {**call, **text}
-
-
-def allegro() -> tuple[str, nn.Module, Arguments]:
-    module = built(
-        "AllegroTransformer3DModel", num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
-        num_layers=1, cross_attention_dim=24, sample_width=8, sample_height=8, sample_frames=8, caption_channels=24,
-    )  # fmt: skip
-    angles = torch.outer(torch.arange(4.0), torch.ones(4))
-    positions = torch.cartesian_prod(*[torch.arange(4)] * 3)
-    rotary = ((angles.cos(), angles.sin()),) * 3, tuple(positions[None, :, axis] for axis in range(3))
-    call = {"hidden_states": noise(2, 4, 4, 8, 8), "timestep": torch.tensor([500.0, 500.0]), "image_rotary_emb": rotary}
-    text = {"encoder_hidden_states": noise(2, 1, 12, 24), "encoder_attention_mask": mask(12, 9, 2)}
-    return "AllegroPipeline", module, {**call, **text, "return_dict": False}
-
-
-def prx() -> tuple[str, nn.Module, Arguments]:
-    module = built(
-        "PRXTransformer2DModel", patch_size=1, in_channels=4, context_in_dim=8, hidden_size=8, mlp_ratio=2.0,
-        num_heads=2, depth=2, axes_dim=[2, 2],
-    )  # fmt: skip
-    call = {"hidden_states": noise(2, 4, 8, 8), "timestep": torch.tensor([0.5, 0.5])}
-    text = {"encoder_hidden_states": noise(2, 12, 8), "attention_mask": mask(12, 9, 2, torch.bool)}
-    return "PRXPipeline", module, {**call, **text}
-
-
-def cosmos() -> tuple[str, nn.Module, Arguments]:
-    module = built(
-        "CosmosTransformer3DModel", in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16,
-        num_layers=2, mlp_ratio=2, text_embed_dim=32, adaln_lora_dim=4, max_size=(4, 32, 32), patch_size=(1, 2, 2),
-        rope_scale=(2.0, 1.0, 1.0), concat_padding_mask=False, extra_pos_embed_type="learnable",
-    )  # fmt: skip
-    call = {"hidden_states": noise(1, 4, 2, 4, 4), "timestep": torch.tensor([0.5]), "fps": 30}
-    return "CosmosTextToWorldPipeline", module, {**call, "encoder_hidden_states": noise(1, 12, 32)}
-
-
-OTHERS = [flux2, ovis, krea2, sana_video, hunyuan_image, motif, allegro, prx, cosmos]
-
-
 @pytest.mark.parametrize("make", OTHERS, ids=[make.__name__ for make in OTHERS])
 def test_padding_another_family_changes_nothing(make: Callable[[], tuple[str, nn.Module, Arguments]]) -> None:
     pipeline, module, call = make()
     check_exact(pipeline, module, (), call)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_in_bfloat16_padding_changes_less_than_bfloat16_itself(tmp_path: Path, name: str) -> None:
+    padding = padding_of_a_pipeline(name, tmp_path, "cpu")
+    assert padding.from_unpadded <= padding.bfloat16_itself, padding
+
+
+@pytest.mark.parametrize("make", OTHERS, ids=[make.__name__ for make in OTHERS])
+def test_in_bfloat16_padding_another_family_changes_less_than_bfloat16_itself(make: Any) -> None:
+    padding = padding_of_a_denoiser(make, "cpu")
+    assert padding.from_unpadded <= padding.bfloat16_itself, padding
 
 
 # -- few graphs for all lengths ----------------------------------------------------------------------------------------
