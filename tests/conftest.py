@@ -15,6 +15,9 @@ from bcg.graph import current_capture
 
 GPU_FOLDER = Path(__file__).parent / "gpu"
 
+# Before anything imports them: pytest shows the values of an assertion only in files that it knows of.
+pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "helpers").glob("*.py")))
+
 # Shared machines stall for seconds at a time; pytest's own timeout is what catches a hang.
 hypothesis.settings.register_profile("bcg", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("bcg")
