@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -266,6 +266,22 @@ def compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def compiler_backend(name: str, mode: str) -> Callable[[Any, Any], Any]:
+    """Return what compiles one graph: a backend of torch.compile by name, and inductor in one of its modes.
+
+    `torch.compile` takes either a name with a mode or a callable. Only a callable lets its caller hold what was made,
+    and inductor must not make CUDA graphs of its own, whatever the process has set in its config.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compile_graph: Callable[..., Any] = lookup_backend(name)
+    if name != "inductor":
+        return compile_graph
+    from torch._inductor import list_mode_options
+
+    return partial(compile_graph, config_patches={**list_mode_options(mode), "triton.cudagraphs": False})
 
 
 @contextlib.contextmanager

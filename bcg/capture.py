@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bcg import _torch, trees
+from bcg import _torch, probes, trees
 from bcg.ambient import ambient_state
 from bcg.backends import Backend, Pool
 from bcg.compilation import Compiler
@@ -31,8 +31,16 @@ from bcg.host_random import HostRandomWatch
 from bcg.interception import CaptureRun, DryRun, Finding, OperationFailedError, Policy
 from bcg.memory import OutsideMeter
 from bcg.module_state import ModuleState, describe_difference, moving_parts
-from bcg.patching import broken_modules, compiled_submodules, is_torch_function, patched, resolve_function
+from bcg.patching import (
+    broken_modules,
+    compiled_submodules,
+    is_torch_function,
+    patched,
+    redirected,
+    resolve_function,
+)
 from bcg.python_state import PythonState
+from bcg.recipe import PLAIN, Recipe
 from bcg.signature import VARIABLE_POSITIONALS, Call
 from bcg.source import naming
 from bcg.static_inputs import StaticArena, StaticInputs
@@ -100,7 +108,7 @@ class Capturer:
         self._arena = arena
         self._seams = seams
         self._compiler = Compiler(module, device, config)
-        self._compiles = False
+        self._recipe = PLAIN
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}  # of eager modules, which may write to them, with copies
         self._random = False  # forwards draw from the default generators, which are then put back
         self._unsettled: list[Any] = []  # the result of a first forward that changed Python state
@@ -112,12 +120,17 @@ class Capturer:
     def _backend(self) -> Backend:
         return self._pool.backend
 
-    def capture(self, call: Call, *, compiled: bool = False) -> Entry:
+    @property
+    def draws_random(self) -> bool:
+        """Whether forwards like the last captured one draw from the default generators."""
+        return self._random
+
+    def capture(self, call: Call, recipe: Recipe = PLAIN) -> Entry:
         """Capture a call.
 
         Args:
             call: A call with a signature.
-            compiled: Compile what the config says, and capture that.
+            recipe: What stands in for parts of the module while it is captured.
 
         Returns:
             The entry, verified as the config asks.
@@ -127,8 +140,8 @@ class Capturer:
             Exception: What the module itself raises passes unchanged.
         """
         started = time.perf_counter()
-        self._compiles = compiled
-        with self._compiler.session() if compiled else contextlib.nullcontext():
+        self._recipe = recipe
+        with self._compiler.session() if recipe.compiled else contextlib.nullcontext():
             entry = self._capture(call)
         # The key is what later calls find: torch orders its attention kernels in the first call of a process.
         entry.key = EntryKey(entry.signature.under(ambient_state()), entry.key.state)
@@ -166,14 +179,15 @@ class Capturer:
             self._pool.after_replay()
 
     @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Let Python state and generators stand as before a block, in which forwards like the last captured one run."""
+    def undisturbed(self, draws_random: bool) -> Iterator[None]:
+        """Let Python state, and generators where forwards draw from them, stand as before a block of forwards."""
         before = PythonState(self._module)
         generators = self._backend.generator_states(self._pool.device)
         try:
             yield
         finally:
             before.restore()
+            self._random = draws_random
             self._put_back(generators)
 
     def observe(self, call: Call) -> list[Finding]:
@@ -288,7 +302,16 @@ class Capturer:
             break_collectives=self._config.collectives == "break",
         )
         broken = broken_modules(self._module, self._config.eager_modules, classes)
-        return _Plan(policy, broken, self._compiler.forwards() if self._compiles else {})
+        compiled: Mapping[str, Callable[..., Any]] = {}
+        if self._recipe.compiled:
+            compiled = self._compiler.forwards(broken, static_shapes=self._recipe.static_shapes)
+        return _Plan(policy, broken, compiled)
+
+    def _redirected(self) -> contextlib.AbstractContextManager[None]:
+        """Put the recipe's attention backend in place on this thread: for captured forwards, not for eager ones."""
+        if self._recipe.attention is None:
+            return contextlib.nullcontext()
+        return redirected(*probes.attention_redirection(self._recipe.attention))
 
     def _keep_buffers(self, plan: _Plan) -> None:
         """Copy the buffers of eager modules before the first forward in which nobody watches these."""
@@ -385,7 +408,7 @@ class Capturer:
     def _run_dry(self, call: Call, inputs: StaticInputs, plan: _Plan, dry: DryRun, *, steady: bool) -> None:
         args, kwargs = call.rebuild(inputs.tensors)
         arguments, state = _named(call, args, kwargs), self._state.key()
-        with self._pool.side_stream(), self._patched(dry, plan), dry.watching():
+        with self._pool.side_stream(), self._redirected(), self._patched(dry, plan), dry.watching():
             result = self._module(*args, **kwargs)
         _check_arguments(arguments, _named(call, args, kwargs))
         if steady:
@@ -422,7 +445,8 @@ class Capturer:
         )
         args, kwargs = call.rebuild(inputs.tensors)
         self._outside = OutsideMeter(self._backend, self._pool.device)  # after the warm-up, which loads kernels
-        result = self._run_capture(capture, call, inputs, plan, dry, args, kwargs)
+        with self._redirected():
+            result = self._run_capture(capture, call, inputs, plan, dry, args, kwargs)
         try:
             self._check_state(state)
             outputs = OutputTemplate(result, inputs.tensors, capture.borrowed)
@@ -501,7 +525,7 @@ class Capturer:
 
     def _is_close(self) -> bool:
         if self._config.verify == "auto":
-            return self._compiles or bool(compiled_submodules(self._module))
+            return not self._recipe.is_exact or bool(compiled_submodules(self._module))
         return self._config.verify == "close"
 
 

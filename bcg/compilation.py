@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from bcg import _torch
+from bcg import _torch, trees
+from bcg.artifacts import ArtifactStore
 from bcg.config import RunnerConfig
+from bcg.errors import CaptureError
 from bcg.model_key import device_key, model_key
 
 _log = logging.getLogger("bcg")
+_DYNAMIC: Final = {"auto": None, "yes": True, "no": False}
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the submodules that a model is made of, over and over.
 
     diffusers names their classes in ``_repeated_blocks``. Where that is empty they are the members of every
-    ``ModuleList`` that holds several modules of one class, unless inside of such a member.
+    ``ModuleList`` that holds several modules of one class. What is inside of one of them is compiled with it.
 
     Args:
         module: The model.
@@ -41,16 +45,55 @@ def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
         ('blocks.0', 'blocks.1')
     """
     named = getattr(module, "_repeated_blocks", None) or ()
-    if named:
-        return tuple(name for name, child in module.named_modules() if type(child).__name__ in named)
     found: list[str] = []
+    for name, child in module.named_modules() if named else ():
+        if type(child).__name__ in named and not _is_inside(name, found):
+            found.append(name)
+    if named:
+        return tuple(found)
     for list_name, children in module.named_modules():
-        if not isinstance(children, nn.ModuleList) or any(list_name.startswith(name + ".") for name in found):
+        if not isinstance(children, nn.ModuleList) or _is_inside(list_name, found):
             continue
         counts = Counter(type(child) for child in children)
         prefix = list_name + "." if list_name else ""
         found += [f"{prefix}{index}" for index, child in enumerate(children) if counts[type(child)] > 1]
     return tuple(found)
+
+
+def _is_inside(name: str, others: Collection[str]) -> bool:
+    return any(name.startswith(other + ".") or not other for other in others)
+
+
+def compilable(module: nn.Module, names: Collection[str], device: torch.device, broken: Collection[str]) -> list[str]:
+    """Leave out what must not be compiled for a graph.
+
+    That is a submodule that is compiled already; one that holds host tensors beside a device, whose values compiled
+    code passes to its kernels and a graph would bake, unseen; and one that is, holds or lies in an eager break, which
+    would run inside of the compiled code.
+
+    Args:
+        module: The model.
+        names: Names of its submodules; the model itself is the empty name.
+        device: Where it is.
+        broken: Names of submodules that are eager breaks.
+
+    Returns:
+        The rest of the names.
+    """
+    return [
+        name
+        for name in names
+        if not any(other == name or _is_inside(other, [name]) or _is_inside(name, [other]) for other in broken)
+        and not any(_torch.is_compiled(child) for child in module.get_submodule(name).modules())
+        and not any(tensor.device.type != device.type for tensor in _tensors(module.get_submodule(name)))
+    ]
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+    for child in module.modules():
+        yield from (value for value in vars(child).values() if isinstance(value, Tensor))
 
 
 class Compiler:
@@ -66,90 +109,124 @@ class Compiler:
         self._module = module
         self._device = device
         self._config = config
-        self._forwards: dict[str, _CompiledForward] = {}
-        self._loaded = False
+        self._styles: dict[bool, _Style] = {}
+        self._forwards: dict[tuple[str, bool], _CompiledForward] = {}
+        self._store: ArtifactStore | None = None
+        if config.compile_cache is not None:
+            # By version and device: torch checks both only in part when it loads artifacts.
+            folder = Path(config.compile_cache) / torch.__version__ / device_key(device)
+            self._store = ArtifactStore(folder / f"{model_key(module)}.{config.compile}")
 
-    def forwards(self) -> Mapping[str, Callable[..., Any]]:
-        """Return the compiled forwards by the names of their modules; the module itself is the empty name."""
-        if not self._forwards:
-            names = ("",) if self._config.compile == "model" else repeated_blocks(self._module)
-            style = _Style(self._config)
-            for name in names:
-                self._forwards[name] = _CompiledForward(self._module.get_submodule(name).forward, style)
-        return self._forwards
+    def forwards(
+        self, broken: Collection[str] = (), *, static_shapes: bool = False
+    ) -> Mapping[str, Callable[..., Any]]:
+        """Return the compiled forwards by the names of their modules; the module itself is the empty name.
+
+        Args:
+            broken: Names of submodules that are eager breaks; what holds one is left as it is.
+            static_shapes: Compile anew for each shape; otherwise as the config says.
+
+        Raises:
+            CaptureError: There is nothing to compile.
+        """
+        names = ("",) if self._config.compile == "model" else repeated_blocks(self._module)
+        chosen = compilable(self._module, names, self._device, broken)
+        if not chosen:
+            raise CaptureError(f"compile={self._config.compile!r} finds nothing in {type(self._module).__name__}.")
+        return {name: self._forward(name, static_shapes) for name in chosen}
+
+    def _forward(self, name: str, static_shapes: bool) -> _CompiledForward:
+        # Asked in every capture: a hook, an adapter or another block may have taken the place of what was compiled.
+        forward = self._module.get_submodule(name).forward
+        known = self._forwards.get((name, static_shapes))
+        if known is None or known.forward != forward:
+            known = self._forwards[name, static_shapes] = _CompiledForward(
+                forward, self._style(static_shapes), name or type(self._module).__name__, self._device
+            )
+        return known
+
+    def _style(self, static_shapes: bool) -> _Style:
+        if static_shapes not in self._styles:
+            dynamic = False if static_shapes else _DYNAMIC[self._config.compile_dynamic]
+            self._styles[static_shapes] = _Style(self._config, dynamic)
+        return self._styles[static_shapes]
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         """Compile in a block as often as its shapes need; load stored artifacts before, and store new ones after."""
-        self._load()
+        if self._store is not None:
+            self._store.load()
         compiled_before = _torch.compiled_graphs()
         with _torch.raised_recompile_limit():
             yield
-        if _torch.compiled_graphs() != compiled_before:
-            self._save()
+        if self._store is not None and _torch.compiled_graphs() != compiled_before:
+            self._store.save()
 
-    # -- artifacts ---------------------------------------------------------------------------------------------------
 
-    def _artifacts(self) -> Path | None:
-        if self._config.compile_cache is None:
-            return None
-        folder = Path(self._config.compile_cache) / torch.__version__ / device_key(self._device)
-        return folder / f"{model_key(self._module)}.{self._config.compile}.bin"
+class _Backend:
+    """A backend of torch.compile that holds what it made.
 
-    def _load(self) -> None:
-        path = self._artifacts()
-        if self._loaded or path is None:
-            return
-        self._loaded = True
-        if not path.exists():
-            return
-        try:
-            torch.compiler.load_cache_artifacts(path.read_bytes())
-        except Exception as error:
-            _log.warning("compile cache %s is ignored: %s: %s", path, type(error).__name__, error)
+    Graphs refer by address to the kernels and constants of compiled code, which dynamo drops when it is reset or when
+    a function's last module dies. Compilers of the same options share a backend, and so the code of a class of blocks.
+    """
 
-    def _save(self) -> None:
-        path = self._artifacts()
-        artifacts = torch.compiler.save_cache_artifacts() if path is not None else None
-        if path is None or artifacts is None:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_bytes(artifacts[0])
-            partial.replace(path)
-        except OSError as error:
-            _log.warning("compile cache %s is not written: %s", path, error)
+    def __init__(self, name: str, mode: str) -> None:
+        self._compile = _torch.compiler_backend(name, mode)
+        self.made: list[Any] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        made = self._compile(graph, inputs)
+        self.made.append(made)
+        return made
+
+
+_backends: weakref.WeakValueDictionary[tuple[str, str], _Backend] = weakref.WeakValueDictionary()
+
+
+def _backend(config: RunnerConfig) -> _Backend:
+    key = config.compile_backend, config.compile_mode
+    backend = _backends.get(key)
+    if backend is None:
+        backend = _backends[key] = _Backend(*key)
+    return backend
 
 
 class _Style:
     """How forwards are compiled; one forward that needs graph breaks makes all of them allowed."""
 
-    def __init__(self, config: RunnerConfig) -> None:
+    def __init__(self, config: RunnerConfig, dynamic: bool | None) -> None:
         self.fullgraph = True
-        self._options: dict[str, Any] = {
-            "backend": config.compile_backend,
-            "dynamic": {"auto": None, "yes": True, "no": False}[config.compile_dynamic],
-        }
-        if config.compile_mode != "default":
-            self._options["mode"] = config.compile_mode
+        self._backend = _backend(config)
+        self._dynamic = dynamic
 
     def compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a forward."""
-        return torch.compile(forward, fullgraph=self.fullgraph, **self._options)
+        return torch.compile(forward, fullgraph=self.fullgraph, backend=self._backend, dynamic=self._dynamic)
 
 
 class _CompiledForward:
     """Runs a compiled forward, and compiles it again with graph breaks where it cannot be one graph."""
 
-    def __init__(self, forward: Callable[..., Any], style: _Style) -> None:
-        self._forward = forward
+    def __init__(self, forward: Callable[..., Any], style: _Style, name: str, device: torch.device) -> None:
+        self.forward = forward
         self._style = style
+        self._name = name
+        self._device_type = device.type
         self._fullgraph = style.fullgraph
         self._compiled = style.compile(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward."""
+        """Run the forward.
+
+        Raises:
+            CaptureError: A host tensor is passed, whose value the kernels would be given, and a graph would bake.
+        """
+        for leaf in trees.flatten((args, kwargs)).leaves:
+            if isinstance(leaf, Tensor) and leaf.device.type != self._device_type:
+                raise CaptureError(
+                    f"a tensor on {leaf.device} is passed to compiled {self._name}: its value would be baked into the "
+                    "graph. Pass a number or a tensor on the module's device."
+                )
         if self._fullgraph != self._style.fullgraph:
             self._recompile()
         try:
@@ -164,4 +241,4 @@ class _CompiledForward:
 
     def _recompile(self) -> None:
         self._fullgraph = self._style.fullgraph
-        self._compiled = self._style.compile(self._forward)
+        self._compiled = self._style.compile(self.forward)

@@ -25,6 +25,15 @@ def _choice(*names: str) -> _Form:
     return _Form("one of " + ", ".join(names), str.strip, lambda value: value in names)
 
 
+def _refusing(form: _Form, refused: frozenset[str]) -> _Form:
+    names = " and ".join(sorted(refused))
+    return _Form(
+        f"{form.accepted}, but not what makes CUDA graphs of its own ({names})",
+        form.parse,
+        lambda value: form.check(value) and value not in refused,
+    )
+
+
 def _parse_bool(text: str) -> bool:
     words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     return words[text.strip().lower()]
@@ -57,6 +66,7 @@ _RATIO: Final = _Form(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0,
 )
 _TEXT: Final = _Form("text", str, lambda value: isinstance(value, str) and bool(value))
+_MODES: Final = _choice("default", "max-autotune-no-cudagraphs")
 _NAMES: Final = _Form(
     "names separated by commas",
     _parse_names,
@@ -93,14 +103,20 @@ class RunnerConfig:
         eager_functions: Functions, as ``package.module:function``, that run as eager breaks.
         module_breaks: Turn a submodule into an eager break when its host reads change with the content.
         compile: ``off``; ``blocks`` compiles every repeated block class for captures; ``model`` the whole forward.
-            Results are then close to eager, not equal; eager calls stay uncompiled.
-        compile_mode: torch.compile's mode; one that makes CUDA graphs of its own is refused.
+            Results are then close to eager, not equal; eager calls stay uncompiled. A call whose compiled code cannot
+            be captured is captured without, with a warning.
+        compile_mode: Inductor's mode; one that makes CUDA graphs of its own is refused.
         compile_backend: torch.compile's backend.
-        compile_dynamic: ``auto`` (static shapes first, one dynamic version when another shape comes), ``yes`` or
-            ``no``.
+        compile_dynamic: ``auto`` (static shapes first, one dynamic version when another shape comes; with autotuning,
+            code for each shape instead where that was measured to be faster on the second), ``yes``, or ``no``, which
+            compiles for seconds at every new shape.
         compile_cache: Directory for torch's portable compile artifacts, so that the next process starts without
-            compiling; None for none.
+            compiling; None for none. Artifacts are code: name a directory that only trusted users write to.
         autotune: Time eager and each way to replay at capture, and keep the fastest. Never on the tape.
+        attention_backends: diffusers' attention backends that autotuning may choose among, by name, or ``installed``
+            for all that are. Empty by default, since another backend moves bits: results are then close to eager, or
+            equal with ``verify="exact"``, which drops a backend that is not. Some backends switch torch's SDPA flags
+            for the whole process while they run, so warm up before other threads serve.
         min_speedup: Eager over replay time below which an entry is dropped; None for 1.02 where autotuning is on, and
             for no limit where it is off.
         autotune_cache: Reuse stored choices; where false, measure afresh and store under ``runs/``.
@@ -131,11 +147,12 @@ class RunnerConfig:
     eager_functions: tuple[str, ...] = _option((), _NAMES)
     module_breaks: bool = _option(True, _BOOL)
     compile: str = _option("off", _choice("off", "blocks", "model"))
-    compile_mode: str = _option("default", _choice("default", "max-autotune-no-cudagraphs"))
-    compile_backend: str = _option("inductor", _TEXT)
+    compile_mode: str = _option("default", _refusing(_MODES, frozenset({"reduce-overhead", "max-autotune"})))
+    compile_backend: str = _option("inductor", _refusing(_TEXT, frozenset({"cudagraphs"})))
     compile_dynamic: str = _option("auto", _choice("auto", "yes", "no"))
     compile_cache: str | None = _option(None, _optional(_TEXT))
     autotune: bool = _option(False, _BOOL)
+    attention_backends: tuple[str, ...] = _option((), _NAMES)
     min_speedup: float | None = _option(None, _optional(_RATIO))
     autotune_cache: bool = _option(True, _BOOL)
     cache_dir: str | None = _option(None, _optional(_TEXT))

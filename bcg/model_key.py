@@ -23,7 +23,9 @@ def model_key(module: nn.Module) -> str:
         True
     """
     config = getattr(module, "config", None)
-    parts = sorted((str(key), repr(value)) for key, value in config.items()) if isinstance(config, Mapping) else []
+    # Private values of diffusers' configs are where the model came from, and sets whose order changes with the process.
+    given = config.items() if isinstance(config, Mapping) else ()
+    parts = sorted((str(key), repr(value)) for key, value in given if not str(key).startswith("_"))
     shapes = sorted((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in module.named_parameters())
     digest = hashlib.sha256(repr((parts, shapes)).encode()).hexdigest()
     return f"{type(module).__name__}-{digest[:16]}"

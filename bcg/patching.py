@@ -63,6 +63,25 @@ def patched(
         yield
 
 
+@contextlib.contextmanager
+def redirected(function: Any, substitute: Callable[..., Any]) -> Iterator[None]:
+    """Let this thread alone call a substitute for a function, wherever a module has it as a global.
+
+    Args:
+        function: A Python function.
+        substitute: What this thread calls in its place.
+    """
+    owner = threading.get_ident()
+
+    @functools.wraps(function)
+    def send(*args: Any, **kwargs: Any) -> Any:
+        return (substitute if threading.get_ident() == owner else function)(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        _patch_function(stack, function, send)
+        yield
+
+
 def broken_modules(module: nn.Module, patterns: Collection[str], classes: Collection[type]) -> frozenset[str]:
     """Return the names of submodules that match a pattern or are of a class, without those inside of another."""
     names: list[str] = []

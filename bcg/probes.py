@@ -7,13 +7,18 @@ that is missing in some version finds nothing. General rules come first (a hook 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from torch import nn
 
 _DIFFUSERS_DISPATCH: Final = "diffusers.models.attention_dispatch"
+_DISPATCH_FUNCTION: Final = "dispatch_attention_fn"
+_MISSING: Final = object()
+# They hold all scores at once, or need to be compiled to be of use: never chosen, and costly to try.
+_NEVER_FASTER: Final = frozenset({"_native_math", "flex"})
 
 _ACCELERATE_OFFLOAD: Final = frozenset({"AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook"})
 _GROUP_OFFLOAD: Final = frozenset(
@@ -92,6 +97,85 @@ def ambient_probes() -> tuple[Any, ...]:
     dispatch = sys.modules.get(_DIFFUSERS_DISPATCH)
     registry = getattr(dispatch, "_AttentionBackendRegistry", None)
     return () if registry is None else (getattr(registry, "_active_backend", None),)
+
+
+def attention_backends(module: nn.Module) -> tuple[str, ...]:
+    """Return the attention backends of diffusers that a module may be run with here.
+
+    Args:
+        module: A module.
+
+    Returns:
+        Names of installed backends other than the present one, without those that must be downloaded first; empty for a
+        module none of whose attention processors can be given a backend.
+
+    Example:
+        >>> attention_backends(nn.Linear(2, 2))
+        ()
+    """
+    dispatch = sys.modules.get(_DIFFUSERS_DISPATCH)
+    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
+    present = _present_backends(module)
+    if registry is None or not present or not hasattr(dispatch, _DISPATCH_FUNCTION):
+        return ()
+    active = getattr(registry, "_active_backend", None)
+    in_use = {_text(active if backend is None else backend) for backend in present}
+    names = [_text(backend) for backend in getattr(registry, "_backends", {}) if _is_installed(dispatch, backend)]
+    return tuple(name for name in names if in_use != {name} and name not in _NEVER_FASTER)
+
+
+def attention_redirection(backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return diffusers' attention function, and one that does the same with another backend.
+
+    Args:
+        backend: One of `attention_backends`.
+
+    Returns:
+        The function and its substitute, which raises ValueError where the backend cannot take a call's arguments:
+        diffusers would leave out what the backend does not know, such as a mask.
+    """
+    dispatch = sys.modules[_DIFFUSERS_DISPATCH]
+    function = getattr(dispatch, _DISPATCH_FUNCTION)
+    registry = dispatch._AttentionBackendRegistry
+    name = dispatch.AttentionBackendName(backend)
+    known, checks = registry._supported_arg_names[name], registry._constraints[name]
+    signature = inspect.signature(function)
+    optional = {key: one.default for key, one in signature.parameters.items() if one.default is not one.empty}
+
+    def substitute(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        for key in optional.keys() - known - {"attention_kwargs", "backend", "parallel_config"}:
+            if key in given and given[key] is not optional[key] and given[key] != optional[key]:
+                raise ValueError(f"attention backend {backend} does not take {key}")
+        if given.get("parallel_config") is not None:
+            raise ValueError("attention backends are not changed under context parallelism")
+        for check in checks:
+            check(**{"attn_mask": None, "is_causal": False, **given})
+        return function(*args, **{**kwargs, "backend": name})
+
+    return function, substitute
+
+
+def _text(backend: Any) -> str:
+    return str(getattr(backend, "value", backend))
+
+
+def _present_backends(module: nn.Module) -> list[Any]:
+    """Return what the processors of a module's attentions are told to use, of those that can be told."""
+    processors = [getattr(child, "processor", None) for child in module.modules()]
+    told = [getattr(processor, "_attention_backend", _MISSING) for processor in processors]
+    return [backend for backend in told if backend is not _MISSING]
+
+
+def _is_installed(dispatch: Any, backend: Any) -> bool:
+    kernel = getattr(dispatch, "_HUB_KERNELS_REGISTRY", {}).get(backend)
+    if kernel is not None and getattr(kernel, "kernel_fn", None) is None:
+        return False
+    try:
+        dispatch._check_attention_backend_requirements(backend)
+    except Exception:  # whatever a missing package raises
+        return False
+    return True
 
 
 def active_adapters(module: nn.Module) -> tuple[tuple[str, float], ...]:

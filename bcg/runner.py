@@ -20,7 +20,7 @@ from torch import nn
 
 from bcg import probes
 from bcg.ambient import ambient_refusal
-from bcg.autotune import Tuner
+from bcg.autotune import Tuner, capture_as_told
 from bcg.backends import Backend, Pool, backend_for
 from bcg.base_runner import BaseRunner, EagerRunner, device_of
 from bcg.cache import EntriesView, EntryCache
@@ -348,7 +348,7 @@ class BreakableCudaGraphRunner(BaseRunner):
         capturer, config = self._capturer(), self._self_config
         tunes = (config.autotune or config.min_speedup is not None) and not self._self_backend.executes_while_capturing
         if not tunes:
-            return capturer.capture(call, compiled=config.compile != "off")
+            return capture_as_told(capturer, call, config)
         if self._self_tuner is None:
             elapsed_ms = functools.partial(self._self_backend.elapsed_ms, capturer.device)
             self._self_tuner = Tuner(self.__wrapped__, capturer, config, elapsed_ms)
