@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # benchmarks/ is run from the repository and is not installed
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import arms, breaks, harness, memory, models, step  # noqa: E402
+from benchmarks import arms, breaks, cold, harness, memory, models, step  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -176,3 +176,114 @@ class TestScripts:
         assert len(report.rows) == len(memory.shapes(tiny=True)) >= 6
         assert [row for row in report.rows if not row["verified"]] == []
         assert report.summary["entries"] == len(report.rows)
+
+
+TINY_FLUX = ["--tiny", "--device", "cpu", "--models", "flux", "--shapes", "2"]
+
+
+class TestCold:
+    def test_every_shape_has_calls_that_a_model_can_make(self, built: models.Built) -> None:
+        wanted = cold.shapes(built.model.name, tiny=True)
+        assert len({shape.name for shape in wanted}) == cold.POSITIONS
+        assert len({shape.name for shape in cold.shapes(built.model.name, tiny=False)}) == cold.POSITIONS
+        with torch.no_grad():
+            for shape in wanted:
+                assert harness.compare(built.call(shape)(built.module), built.call(shape)(built.module)).exact
+
+    def test_what_is_ready_is_the_end_of_the_slow_calls(self) -> None:
+        got = cold.Start([60.0, 2.0, 0.1, 0.1, 0.5, 0.1]).as_json()  # the fifth was disturbed
+        assert (got["first_call_s"], got["ready_s"], got["slow_calls"]) == (60.0, 62.0, 2)
+        assert cold.Start([0.1, 0.1, 0.1, 0.1]).as_json()["ready_s"] == 0.1
+
+    def test_processes_replay_what_eager_gives(self, tmp_path: Path) -> None:
+        path = tmp_path / "cold.json"
+        cold.main([*TINY_FLUX, "--arms", "eager,bcg,reduce_overhead", "--json", str(path)])
+        rows = json.loads(path.read_text())["rows"]
+        # reduce-overhead needs CUDA
+        assert [(row["arm"], row["position"]) for row in rows] == [("eager", 1), ("eager", 2), ("bcg", 1), ("bcg", 2)]
+        assert [(row["arm"], row["status"]) for row in rows if row["status"] != "ok" or not row["verified"]] == []
+        assert all(0 < row["first_call_s"] <= row["ready_s"] for row in rows)
+        assert str(tmp_path) not in path.read_text()
+
+    def test_the_cache_is_there_for_the_second_process_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[tuple[str, Path | None]] = []
+
+        def process(child: cold.Child, folder: Path) -> None:
+            environment = child._environment(folder)
+            assert all(not list(Path(environment[name]).iterdir()) for name in CACHES)
+            cache = environment.get("BCG_COMPILE_CACHE")
+            seen.append((child.name, None if cache is None else Path(cache)))
+            rows = [{"position": 1, "status": "ok"}, {"position": 2, "status": "ok"}]
+            (folder / "result.json").write_text(json.dumps({"rows": rows}))
+
+        monkeypatch.setenv("BCG_COMPILE_CACHE", str(tmp_path))  # the caller's own is no part of a benchmark
+        monkeypatch.setattr(cold.Child, "_process", process)
+        report = cold.main([*TINY_FLUX, "--arms", "bcg_blocks,bcg_blocks_cached"])
+        (_, none), (_, filled), (_, read) = seen
+        assert [name for name, _ in seen] == ["bcg_blocks", "bcg_blocks_fill", "bcg_blocks_cached"]
+        assert none is None and filled == read is not None and filled != tmp_path
+        assert [row["status"] for row in report.rows] == ["ok"] * 6
+
+    def test_a_process_that_fails_or_hangs_is_a_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        report = cold.main([*TINY_FLUX, "--arms", "eager", "--timeout", "0.1"])
+        assert [row["status"] for row in report.rows] == ["timed out after 0 s"] * 2
+        monkeypatch.setattr(cold.Child, "_command", lambda child, result: [sys.executable, "-c", "1 / 0"])
+        report = cold.main([*TINY_FLUX, "--arms", "eager,bcg_blocks_cached"])
+        assert {row["status"] for row in report.rows} == {
+            "process ended with 1: ZeroDivisionError: division by zero",
+            "skipped: the cache was not filled",
+        }
+
+    def test_what_a_process_wrote_before_it_ended_is_kept(self) -> None:
+        options = cold.Options(CPU, True, 3, "auto", 900.0, harness.Deadline(None), None, 0.0)
+        written = {"position": 1, "status": "not compared with eager", "ready_s": 2.0}
+        rows = cold.Child("flux", "compile", options).rows({"rows": [written]}, "timed out after 900 s")
+        assert [row["status"] for row in rows] == [
+            "not compared with eager: timed out after 900 s",
+            *["timed out after 900 s"] * 2,
+        ]
+        assert rows[0]["ready_s"] == 2.0
+
+    def test_ratios_compare_one_position(self) -> None:
+        rows = [
+            {"model": "flux", "arm": arm, "position": position, "ready_s": seconds}
+            for arm, position, seconds in (
+                ("bcg_blocks", 1, 10.0), ("bcg_blocks", 2, 5.0), ("reduce_overhead", 1, 40.0),
+                ("reduce_overhead_static", 2, 50.0),
+            )
+        ]  # fmt: skip
+        cold.add_ratios(rows)
+        assert (rows[0]["over_reduce_overhead"], rows[1]["over_reduce_overhead_static"]) == (0.25, 0.1)
+        assert "over_reduce_overhead" not in rows[1]
+
+    def test_an_earlier_run_is_taken_over_where_it_went_well(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ran: list[str] = []
+
+        def run(child: cold.Child) -> list[dict[str, object]]:
+            ran.append(child.name)
+            good = child.name == "eager" or len(ran) > 2
+            return child.rows(
+                {"rows": [{"position": 1, "status": "ok"}, {"position": 2, "status": "ok"}]} if good else {}, "no"
+            )
+
+        monkeypatch.setattr(cold.Child, "run", run)
+        first = tmp_path / "first.json"
+        cold.main([*TINY_FLUX, "--arms", "eager,bcg", "--json", str(first)])
+        report = cold.main([*TINY_FLUX, "--arms", "eager,bcg", "--earlier", str(first)])
+        assert ran == ["eager", "bcg", "bcg"]
+        assert [(row["arm"], row["status"]) for row in report.rows] == [("eager", "ok")] * 2 + [("bcg", "ok")] * 2
+        first.write_text(first.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
+        with pytest.raises(ValueError, match="the earlier run has torch"):
+            cold.main([*TINY_FLUX, "--arms", "eager", "--earlier", str(first)])
+
+    def test_a_used_up_time_box_starts_no_process(self) -> None:
+        report = cold.main([*TINY_FLUX, "--arms", "bcg,bcg_blocks_cached", "--time-box", "-1"])
+        assert all(row["status"].startswith("skipped") for row in report.rows)
+        assert len(report.rows) == 6
+
+
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
