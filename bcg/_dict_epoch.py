@@ -10,7 +10,8 @@ import atexit
 import ctypes
 import functools
 import sys
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 _FIRST_VERSION: Final = (3, 12)
@@ -27,6 +28,7 @@ class Epoch:
 
     def __init__(self) -> None:
         self.count = 0
+        self._kept: weakref.WeakKeyDictionary[Any, list[Any]] | None = None
         self._callback = _Callback(self._written)  # held as long as CPython may call it
         self._watcher = ctypes.pythonapi.PyDict_AddWatcher(self._callback)
         self._watch = ctypes.pythonapi.PyDict_Watch
@@ -39,10 +41,32 @@ class Epoch:
         for watched in dicts:
             self._watch(self._watcher, watched)
 
+    def until_written(self, owner: Any, make: Callable[[], list[Any]]) -> list[Any]:
+        """Return a list that is made once and let go at the next write to any watched dict.
+
+        What is removed from a watched dict is so kept alive by the list no longer than by the dict.
+
+        Args:
+            owner: Whose list it is; held weakly.
+            make: Makes the list, from watched dicts alone.
+
+        Returns:
+            The list.
+        """
+        kept = self._kept
+        if kept is None:
+            kept = self._kept = weakref.WeakKeyDictionary()
+        found = kept.get(owner)
+        if found is None:
+            found = kept[owner] = make()
+        return found
+
     def _written(self, _event: int, _watched: int, _key: int, _value: int) -> int:
         # CPython calls this before the write. No other thread can run between the two: the interpreter switches threads
-        # at the entry of a function, in loops and in calls, and there is none of these after the entry.
+        # at the entry of a function, in loops and in calls, and there is none of these after the entry. What the lists
+        # hold is still in the dicts, so nothing dies here.
         self.count += 1
+        self._kept = None
         return 0
 
 

@@ -38,8 +38,7 @@ class Watch:
         self._dicts = DictCheck(watched.dicts, [empty for empty in watched.empties if isinstance(empty, dict)])
         self._empties = [empty for empty in watched.empties if not isinstance(empty, dict)]
         self._tensors = TensorCheck(watched.tensors)
-        self._children = [children.values() for children in watched.children]
-        self._child_types = _child_types(self._children)
+        self._child_types = _ChildTypeCheck(watched.children)
         self._sequences = _SequenceCheck(watched.sequences)
         self._cells = watched.cells
         self._cell_contents = _cell_contents(watched.cells)
@@ -61,7 +60,7 @@ class Watch:
                 self._dicts.unchanged()
                 and not any(self._empties)
                 and self._tensors.unchanged()
-                and _child_types(self._children) == self._child_types
+                and self._child_types.unchanged()
                 and type(self._root()) is self._root_type
                 and self._rest_unchanged()
             )
@@ -142,7 +141,7 @@ class TensorCheck:
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
+        self._tensors = tuple(tensors)  # what a call with a star takes as it is
         self._addresses = list(map(Tensor.data_ptr, tensors))
         self._layouts = self._read_layouts()
         self._guards: dict[bool, Callable[..., bool] | None] = {}
@@ -180,12 +179,29 @@ class _SequenceCheck:
         )
 
 
+class _ChildTypeCheck:
+    """Tell whether modules still are of the classes that they were of: ``module.__class__`` can be assigned.
+
+    Asked after the dicts that hold the modules. Going through a thousand small dicts costs more than the modules in
+    them, so they are listed once, where the list can be let go in time.
+    """
+
+    def __init__(self, children: list[dict[str, Any]]) -> None:
+        self._children = [modules.values() for modules in children]
+        self._epoch = _dict_epoch.epoch()
+        self._types = list(map(type, chain.from_iterable(self._children)))
+
+    def unchanged(self) -> bool:
+        return list(map(type, self._modules())) == self._types
+
+    def _modules(self) -> Iterable[Any]:
+        if self._epoch is None:
+            return chain.from_iterable(self._children)
+        return self._epoch.until_written(self, lambda: list(chain.from_iterable(self._children)))
+
+
 def _same(live: list[Any], saved: list[Any]) -> bool:
     return len(live) == len(saved) and all(map(is_, live, saved))
-
-
-def _child_types(children: list[Any]) -> list[type]:
-    return list(map(type, chain.from_iterable(children)))
 
 
 def _cell_contents(cells: list[Any]) -> list[Any]:

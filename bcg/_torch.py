@@ -218,7 +218,7 @@ def dict_version_function() -> Callable[[Any], int] | None:
         return None
 
 
-def tensor_guard(tensors: list[Any]) -> Callable[..., bool] | None:
+def tensor_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     """Return a function of the same tensors that tells whether types, dtypes, devices, shapes and strides are kept.
 
     None where this torch has none. Five times as fast as the public getters. It is also False where only autograd or a

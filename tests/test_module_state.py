@@ -659,6 +659,32 @@ def test_the_epoch_counts_writes_and_falls_back_to_versions() -> None:
     assert not check.unchanged()
 
 
+def test_a_removed_module_dies_at_once_though_its_class_is_checked_in_every_call() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    state = ModuleState(model)
+    for _ in range(3):
+        state.key()
+    removed = weakref.ref(model[1][0])
+    del model[1][0]
+    assert removed() is None
+
+
+def test_a_list_is_made_once_until_the_next_write_and_holds_its_owner_weakly() -> None:
+    counter = _dict_epoch.epoch()
+    if counter is None:
+        pytest.skip("this Python has no dict watchers")
+    watched: dict[str, int] = {"a": 1}
+    counter.watch([watched])
+    owner = nn.Identity()
+    first = counter.until_written(owner, lambda: [*watched])
+    assert counter.until_written(owner, lambda: [*watched]) is first
+    watched["b"] = 2
+    assert counter.until_written(owner, lambda: [*watched]) == ["a", "b"]
+    alive = weakref.ref(owner)
+    del owner
+    assert alive() is None
+
+
 @pytest.fixture(autouse=True)
 def no_global_hooks() -> Iterator[None]:
     yield
