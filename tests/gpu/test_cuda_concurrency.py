@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import bcg
+from streams import run_in_threads
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
-WAIT_S = 240
 WIDTH = 256
 
 
@@ -40,32 +40,6 @@ class Block(nn.Module):
 def block(width: int = WIDTH) -> Block:
     torch.manual_seed(0)
     return Block(width).to(DEVICE)
-
-
-def run_in_threads(*works: Callable[[], None]) -> None:
-    """Run functions at the same time, each on a stream of its own; raise the first error, and fail where one hangs."""
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(works))
-    torch.cuda.synchronize()
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            stream = torch.cuda.Stream(DEVICE)
-            start.wait(WAIT_S)
-            with torch.no_grad(), torch.cuda.stream(stream):
-                work()
-                stream.synchronize()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert not any(thread.is_alive() for thread in threads), "a thread stands still"
-    for error in errors:
-        raise error
 
 
 Pairs = dict[int, list[tuple[Tensor, Tensor]]]

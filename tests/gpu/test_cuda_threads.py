@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import bcg
+from streams import run_in_threads
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
-WAIT_S = 100
 
 
 @bcg.eager_on_graph
@@ -34,29 +34,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(normalised(self.first(x)))
-
-
-def run_in_threads(*works: Callable[[], None]) -> None:
-    """Run functions at the same time, each on a stream of its own; raise the first error of any."""
-    errors: list[BaseException] = []
-    torch.cuda.synchronize()
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-                work()
-                torch.cuda.current_stream().synchronize()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert not any(thread.is_alive() for thread in threads), "a thread stands still"
-    for error in errors:
-        raise error
 
 
 def serve(runner: Any, sizes: list[int], calls: int, seed: int) -> Callable[[], None]:
