@@ -80,7 +80,7 @@ def plan_from_misses(pipe: _Any) -> _WarmupPlan:
         pipe: A pipeline that `bcg.pipelines.wrap_pipeline` wrapped.
 
     Returns:
-        The plan; empty where nothing missed since the last `bcg.pipelines.warm.warm`. It can be saved as JSON.
+        The plan; empty where nothing missed since the last `bcg.pipelines.warm`. It can be saved as JSON.
     """
     from bcg.pipelines.misses import plan_from_misses as plan
 

@@ -19,9 +19,8 @@ import torch
 from rich.console import Console
 
 from bcg.errors import BcgError, PlanError
-from bcg.pipelines.plan import Adapters, WarmupPlan, parse_resolution
-from bcg.pipelines.warm import warm
-from bcg.pipelines.wrap import wrap_pipeline
+from bcg.pipelines import WarmupPlan, warm, wrap_pipeline
+from bcg.pipelines.plan import Adapters, parse_resolution
 
 DEFAULT_WEIGHT = 1.0
 GUIDANCE_WORDS = {"on": True, "off": False, "default": None}

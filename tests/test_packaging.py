@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -158,6 +159,17 @@ def test_public_names_are_documented_and_say_where_they_are_imported_from() -> N
         if inspect.isclass(value) or inspect.isroutine(value):
             assert value.__module__ == "bcg", f"{name} shows as {value.__module__}.{name}"
             assert inspect.getdoc(value), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", bcg.pipelines.__all__)
+def test_no_module_takes_the_place_of_a_name_of_bcg_pipelines(name: str) -> None:
+    """Importing a submodule sets its name in the package, over a function of the same name."""
+    assert inspect.getdoc(getattr(bcg.pipelines, name)), f"{name} has no docstring"
+    assert importlib.util.find_spec(f"bcg.pipelines.{name}") is None
+
+
+def test_what_warms_a_pipeline_is_imported_from_one_place() -> None:
+    assert {"WarmupPlan", "WarmupReport", "plan_from_misses", "warm", "wrap_pipeline"} <= set(bcg.pipelines.__all__)
 
 
 def test_importing_bcg_does_not_import_what_only_some_users_need() -> None:

@@ -9,12 +9,9 @@ from typing import Any, Final
 
 import torch
 
-from bcg.pipelines import runners_of, wrap_pipeline
+from bcg.pipelines import WarmupPlan, WarmupReport, WarmupRequest, runners_of, warm, wrap_pipeline
 from bcg.pipelines._requests import CallBuilder
-from bcg.pipelines.plan import WarmupPlan, WarmupRequest
-from bcg.pipelines.report import WarmupReport
 from bcg.pipelines.tiny_registry import TinyPipeline
-from bcg.pipelines.warm import warm
 
 
 def _orders(words: str, count: int) -> list[str]:

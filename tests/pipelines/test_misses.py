@@ -15,10 +15,8 @@ pytest.importorskip("transformers")
 
 import bcg
 from bcg.misses import MAX_CALLERS, caller_arguments
-from bcg.pipelines import runners_of, wrap_pipeline
-from bcg.pipelines.plan import WarmupPlan
+from bcg.pipelines import WarmupPlan, runners_of, warm, wrap_pipeline
 from bcg.pipelines.tiny_registry import TINY
-from bcg.pipelines.warm import warm
 
 PROMPT = "a secret fox"
 Loader = Callable[[str], Any]

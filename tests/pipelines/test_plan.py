@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import bcg
-from bcg.pipelines.plan import WarmupPlan, WarmupRequest, parse_resolution
+from bcg.pipelines import WarmupPlan, WarmupRequest
+from bcg.pipelines.plan import parse_resolution
 
 
 def test_requests_are_every_combination_and_the_largest_is_first() -> None:

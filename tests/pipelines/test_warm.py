@@ -14,12 +14,10 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
 import bcg
-from bcg.pipelines import runners_of, wrap_pipeline
+from bcg.pipelines import ShortfallError, WarmupPlan, WarmupRequest, runners_of, warm, wrap_pipeline
 from bcg.pipelines._requests import CallBuilder
-from bcg.pipelines.plan import WarmupPlan, WarmupRequest
-from bcg.pipelines.report import ShortfallError
+from bcg.pipelines._warm import _time
 from bcg.pipelines.tiny_registry import TINY
-from bcg.pipelines.warm import _time, warm
 from bcg.pools import is_working
 from warming import check_warmed
 
@@ -376,6 +374,6 @@ def test_timing_leaves_the_random_numbers_of_other_threads_alone_and_works_in_th
         drawn.append(torch.rand(1).item())  # stands for a thread that serves
         return 1.0
 
-    monkeypatch.setattr("bcg.pipelines.warm._elapsed_ms", elapsed_ms)
+    monkeypatch.setattr("bcg.pipelines._warm._elapsed_ms", elapsed_ms)
     assert _time(runner, entry) == (1.0, 1.0)
     assert torch.rand(1).item() not in drawn
