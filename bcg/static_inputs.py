@@ -34,7 +34,9 @@ class StaticArena:
             memory = torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)
             self._slots[slot, device] = memory
             self.allocated_bytes += memory.numel()
-        return memory[:size_bytes].view(spec.dtype).as_strided(spec.shape, spec.stride)
+        # No view: compiled code for dynamic shapes is guarded by what a view is a view of, and a caller's tensor is none.
+        tensor = torch.empty(0, dtype=spec.dtype, device=device)
+        return tensor.set_(memory.untyped_storage(), 0, spec.shape, spec.stride)
 
     def bytes(self) -> int:
         """Return the bytes that the arena holds for coming entries."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ from torch import Tensor, nn
 
 import bcg
 from bcg import _torch
-from bcg.compilation import repeated_blocks
+from bcg.compilation import Compiler, compilable, repeated_blocks
+from bcg.entry import Entry
+from bcg.recipe import Recipe
 
 ARGUMENTS = {"compile_backend": "aot_eager"}
 
@@ -113,21 +118,184 @@ def test_diffusers_own_list_of_repeated_blocks_comes_first() -> None:
     assert repeated_blocks(model) == ("blocks.0.linear", "blocks.1.linear", "blocks.2.linear", "out")
 
 
-def test_a_compile_cache_that_cannot_be_read_is_ignored_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def warm() -> None:
-        runner = bcg.wrap(Model(), compile="blocks", compile_cache=str(tmp_path), **ARGUMENTS)
-        with torch.no_grad(), bcg.warmup():
-            runner(torch.randn(4, 8))
-        assert runner.stats.captures == 1
+def test_what_lies_in_a_repeated_block_is_compiled_with_it() -> None:
+    """A patched forward in compiled code would break its graph at every inner block."""
+    model = Model()
+    model._repeated_blocks = ["Block", "Linear"]  # type: ignore[assignment]
+    assert repeated_blocks(model) == ("blocks.0", "blocks.1", "blocks.2", "out")
 
-    warm()
-    [folder] = [path for path in tmp_path.glob("*/*") if path.is_dir()] or [None]
-    if folder is None:
-        pytest.skip("this compiler backend leaves no artifacts")
-    [file] = folder.glob("*.bin")
-    file.write_bytes(b"no artifacts")
+
+@pytest.mark.parametrize("how", ["another block", "another forward"])
+def test_a_block_that_was_replaced_is_compiled_anew(how: str) -> None:
+    """What was compiled for the old one would be close to nothing that eager computes now, or worse: nearly close."""
+    runner = bcg.wrap(Model(), compile="blocks", **ARGUMENTS)
+    model = runner.transformer
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert runner.capture(x)
+        if how == "another block":
+            model.blocks[1] = Block()
+        else:
+            old = model.blocks[1].forward
+            model.blocks[1].forward = lambda x: old(x) * 1.001
+        assert runner.capture(x)
+        torch.testing.assert_close(runner(x), model(x), rtol=1e-5, atol=1e-6)
+    assert runner.stats.captures == 2 and runner.stats.replays == 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "left"), [(("blocks.1.linear",), ["blocks.0", "blocks.2"]), (("blocks",), []), (("out",), None)]
+)
+def test_an_eager_break_is_never_inside_of_compiled_code(broken: tuple[str, ...], left: list[str] | None) -> None:
+    model = Model()
+    names = repeated_blocks(model)
+    assert compilable(model, names, torch.device("cpu"), broken) == (list(names) if left is None else left)
+    assert compilable(model, [""], torch.device("cpu"), broken) == []
+
+
+def test_blocks_around_an_eager_module_are_left_as_they_are() -> None:
+    runner = bcg.wrap(Model(), compile="blocks", eager_modules=("blocks.1.linear",), **ARGUMENTS)
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert runner.capture(x)
+        torch.testing.assert_close(runner(x), runner.transformer(x))
+    [entry] = runner.entries.values()
+    assert [finding.name for finding in entry.findings] == ["blocks.0", "blocks.1.linear", "blocks.2"]
+
+
+def test_a_block_that_the_user_compiled_is_not_compiled_twice() -> None:
+    model = Model()
+    model.blocks[0].compile(backend="aot_eager")
+    assert compilable(model, repeated_blocks(model), torch.device("cpu"), ()) == ["blocks.1", "blocks.2"]
+
+
+def test_a_block_with_host_tensors_beside_a_device_is_not_compiled() -> None:
+    """Compiled code passes the value of a host scalar to its kernels, and a graph would keep it for ever."""
+    model = Model().to("meta")
+    model.blocks[0].scale = torch.tensor(2.0)
+    model.blocks[1].linear.register_buffer("scale", torch.tensor(2.0))
+    assert compilable(model, repeated_blocks(model), torch.device("meta"), ()) == ["blocks.2"]
+
+
+def test_a_host_tensor_given_to_compiled_code_is_refused() -> None:
+    compiler = Compiler(Model(), torch.device("cpu"), bcg.RunnerConfig(compile="blocks", **ARGUMENTS))
+    forward = compiler.forwards()["blocks.0"]
+    forward._device_type = "cuda"  # type: ignore[attr-defined]
+    with torch.no_grad(), pytest.raises(bcg.CaptureError, match=r"tensor on cpu is passed to compiled blocks\.0"):
+        forward(torch.randn(4, 8))
+
+
+class Odd(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"compile": "blocks"}, "finds nothing in Odd"),
+        ({"compile": "model", "compile_backend": "no such compiler"}, "no such compiler"),
+    ],
+)
+def test_what_cannot_be_compiled_is_captured_as_it_is_and_exact(
+    options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = bcg.wrap(Odd(), **options)
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert runner.capture(x)
+        assert torch.equal(runner(x), x * 2)
+    assert [entry.verified for entry in runner.entries.values()] == ["exact"]
+    assert why in caplog.text and "captured without compiled code" in caplog.text
+
+
+def test_a_result_that_compiled_code_moves_too_far_is_captured_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(name: str, mode: str) -> Callable[[Any, Any], Any]:
+        return lambda graph, inputs: lambda *args: tuple(tensor + 1 for tensor in graph(*args))
+
+    monkeypatch.setattr(_torch, "compiler_backend", wrong)
+    runner = bcg.wrap(Model(), compile="blocks", compile_backend="wrong")
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert runner.capture(x)
+        assert torch.equal(runner(x), runner.transformer(x))
+
+
+def test_memory_that_is_missing_is_no_property_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(name: str, mode: str) -> Callable[[Any, Any], Any]:
+        raise torch.OutOfMemoryError("no room (simulated)")
+
+    monkeypatch.setattr(_torch, "compiler_backend", full)
+    runner = bcg.wrap(Model(), compile="blocks", compile_backend="full")
+    with torch.no_grad():
+        assert not runner.capture(torch.randn(4, 8))
+        assert not runner.rejections  # the next warm-up tries again
+
+
+def kept_code(runner: Any) -> list[Any]:
+    return runner._capturer()._compiler._styles[False]._backend.made
+
+
+def test_compiled_code_lives_as_long_as_graphs_may_refer_to_it() -> None:
+    """Dynamo drops it in a reset, and a graph launches its kernels by address."""
+    # No other test's runner compiles with this backend, and shares it.
+    runner = bcg.wrap(Model(), compile="blocks", compile_backend="aot_eager_decomp_partition")
+    with torch.no_grad():
+        assert runner.capture(torch.randn(4, 8))
+    made = weakref.ref(kept_code(runner)[0])
     torch._dynamo.reset()
-    warm()
-    assert sum("is ignored" in record.getMessage() for record in caplog.records) == 1
+    gc.collect()
+    is_held = made() is not None  # an assertion of pytest's would hold it, too
+    runner.reset()
+    del runner
+    torch._dynamo.reset()
+    gc.collect()
+    assert (is_held, made() is None) == (True, True)
+
+
+def test_two_runners_of_one_class_share_compiled_code() -> None:
+    first, second = (bcg.wrap(Model(), compile="blocks", **ARGUMENTS) for _ in range(2))
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert first.capture(x)
+        before = _torch.compiled_graphs()
+        assert second.capture(x)
+    assert _torch.compiled_graphs() == before
+    assert kept_code(first) is kept_code(second)
+
+
+def shapes_compiled(dynamic: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return for each compilation that three shapes need whether it is for all shapes."""
+    seen: list[bool] = []
+
+    def observing(name: str, mode: str) -> Callable[[Any, Any], Any]:
+        def compile_graph(graph: Any, inputs: Any) -> Any:
+            seen.append(any(isinstance(one, torch.SymInt) for one in inputs))
+            return graph
+
+        return compile_graph
+
+    monkeypatch.setattr(_torch, "compiler_backend", observing)
+    backend = f"observing {dynamic} {static}"
+    runner = bcg.wrap(Model(), compile="blocks", compile_backend=backend, compile_dynamic=dynamic)
+    entries: list[Entry] = []
+    with torch.no_grad():
+        for rows in (3, 5, 6):
+            call = runner._bind((torch.randn(rows, 8),), {})
+            entries.append(runner._capturer().capture(call, Recipe(compiled=True, static_shapes=static)))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "static", "compiled"),
+    [
+        ("auto", False, [False, True]),
+        ("auto", True, [False, False, False]),
+        ("yes", False, [True]),
+        ("no", False, [False, False, False]),
+    ],
+)
+def test_shapes_are_compiled_as_the_config_and_the_recipe_say(
+    dynamic: str, static: bool, compiled: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shapes_compiled(dynamic, static, monkeypatch) == compiled

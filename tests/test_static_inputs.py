@@ -115,6 +115,14 @@ def test_floats_of_one_slot_share_memory_of_the_largest_first() -> None:
     assert arena.bytes() == 400
 
 
+def test_a_static_input_is_no_view() -> None:
+    """Compiled code for dynamic shapes would be made again for what the view is a view of."""
+    assert [tensor._base for tensor in static_for(torch.randn(2, 3), torch.ones(2, dtype=torch.int64)).tensors] == [
+        None,
+        None,
+    ]
+
+
 def test_a_larger_input_leaves_the_memory_of_earlier_entries_alone() -> None:
     arena = StaticArena()
     small = static_for(torch.ones(10), arena=arena)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -53,3 +56,47 @@ def test_float32_precision_and_flags_can_be_read() -> None:
     for getter in _torch.flag_getters().values():
         hash(getter())
     assert all(isinstance(backend, int) for backend in _torch.sdpa_priority_order())
+
+
+# --- torch.compile
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+def test_inductor_makes_no_graphs_of_its_own_whatever_the_process_has_set(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import compile_fx, config
+
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda *args, config_patches: seen.append(config_patches))
+    with config.patch({"triton.cudagraphs": True}):
+        _torch.compiler_backend("inductor", mode)(None, None)
+    assert seen[0]["triton.cudagraphs"] is False
+    assert seen[0].keys() <= config.get_config_copy().keys()
+    assert bool(seen[0].get("max_autotune")) == (mode != "default")
+
+
+def test_other_compilers_are_found_by_name() -> None:
+    assert callable(_torch.compiler_backend("aot_eager", "default"))
+    with pytest.raises(Exception, match="no such compiler"):
+        _torch.compiler_backend("no such compiler", "default")
+
+
+def test_compiled_graphs_are_counted_and_the_recompile_limit_is_raised_for_a_while() -> None:
+    import torch._dynamo.config as dynamo_config
+
+    before, limit = _torch.compiled_graphs(), dynamo_config.recompile_limit
+    with _torch.raised_recompile_limit():
+        assert dynamo_config.recompile_limit >= 256
+        torch.compile(lambda x: x + 1, backend="aot_eager", fullgraph=True)(torch.ones(2))
+    assert _torch.compiled_graphs() == before + 1
+    assert dynamo_config.recompile_limit == limit
+
+
+def test_a_graph_break_under_fullgraph_raises_one_of_the_named_errors() -> None:
+    def breaking(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(_torch.graph_break_errors()):
+        torch.compile(breaking, backend="aot_eager", fullgraph=True)(torch.ones(2))
