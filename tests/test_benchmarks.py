@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # benchmarks/ is run from the repository and is not installed
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import arms, breaks, cold, harness, memory, models, step  # noqa: E402
+from benchmarks import arms, breaks, cold, harness, memory, models, pipeline, step  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -287,3 +287,34 @@ class TestCold:
 
 
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+class TestPipeline:
+    def test_whole_calls_replay_exactly(self, tmp_path: Path) -> None:
+        path = tmp_path / "pipeline.json"
+        every = ",".join(pipeline.RECIPES)
+        pipeline.main(["--tiny", "--device", "cpu", "--models", every, "--arms", "eager,bcg", "--steps", "2",
+                       "--budget", "0", "--json", str(path)])  # fmt: skip
+        written = json.loads(path.read_text())
+        rows = written["rows"]
+        assert {row["model"] for row in rows} == set(pipeline.RECIPES)
+        assert len(rows) == 2 * len(pipeline.RECIPES)
+        assert [(row["model"], row["arm"], row["status"]) for row in rows if row["status"] != "ok"] == []
+        assert all(row["verified"] and row["per_s"] > 0 for row in rows)
+        assert all(row["eager_calls"] == 0 < row["replays"] for row in rows if row["arm"] == "bcg")
+        assert str(tmp_path) not in path.read_text()
+
+    def test_compiled_blocks_are_close(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("BCG_COMPILE_BACKEND", "aot_eager")  # makes no machine code
+        report = pipeline.main(["--tiny", "--device", "cpu", "--models", "flux", "--steps", "2", "--budget", "0"])
+        assert [(row["arm"], row["status"]) for row in report.rows] == [
+            ("eager", "ok"), ("bcg", "ok"), ("bcg_blocks", "ok")
+        ]  # fmt: skip
+
+    def test_an_arm_that_fails_is_a_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(pipeline.OPTIONS, "bcg", {"max_entries": 0})
+        report = pipeline.main(["--tiny", "--device", "cpu", "--models", "wan", "--arms", "eager,bcg", "--steps", "2",
+                                "--budget", "0"])  # fmt: skip
+        eager, failed = report.rows
+        assert eager["status"] == "ok"
+        assert failed["status"].startswith("error: ConfigError")
