@@ -1,9 +1,11 @@
 """Time what a replayed call costs the host, part by part, for FLUX.1-dev's modules and call.
 
     python -m benchmarks.overhead --json overhead.json          weights are one expanded number each: runs anywhere
+    python -m benchmarks.overhead --calls 50                    seconds; CI prints it as a report
 
 ``before launch`` is everything until the first graph launch except the copies in: binding, signature, ambient state,
-module state and lookup. Nothing is captured: only what the host does in every call is run.
+module state and lookup. Nothing is captured: only what the host does in every call is run. ``refused`` is a call with
+an argument of 72,000 nested numbers, which is walked up to a bound and then runs eagerly: all that a runner adds to it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+import bcg
 from bcg.ambient import ambient_refusal, ambient_state
 from bcg.entry import EntryKey
 from bcg.module_state import ModuleState
@@ -47,7 +50,7 @@ def flux_call(device: torch.device) -> dict[str, Any]:
     }
 
 
-def spread_us(function: Callable[[], Any], calls: int = CALLS) -> dict[str, float]:
+def spread_us(function: Callable[[], Any], calls: int) -> dict[str, float]:
     """Return median and quartile distance of one call, in microseconds."""
     for _ in range(20):
         function()
@@ -60,7 +63,26 @@ def spread_us(function: Callable[[], Any], calls: int = CALLS) -> dict[str, floa
     return {"median_us": middle, "iqr_us": high - low}
 
 
-def measure(with_lora: bool, device: torch.device) -> list[dict[str, Any]]:
+class _Nothing(torch.nn.Module):
+    """Stands for a module whose forward is for free, so that all of a call is what a runner adds."""
+
+    def forward(self, hidden_states: torch.Tensor, numbers: Any = None) -> torch.Tensor:
+        """Return the input."""
+        return hidden_states
+
+
+def measure_refused(device: torch.device, calls: int) -> list[dict[str, Any]]:
+    """Time a call whose argument is too large to key, on the module and through a runner."""
+    module, x = _Nothing(), torch.ones(1, device=device)
+    runner = bcg.wrap(module, backend="tape" if device.type == "cpu" else "auto")
+    ways: dict[str, Callable[[], Any]] = {
+        "refused, eager": lambda: module(x, NESTED),
+        "refused, through a runner": lambda: runner(x, NESTED),
+    }
+    return [{"model": "72,000 numbers", "part": name, **spread_us(call, calls)} for name, call in ways.items()]
+
+
+def measure(with_lora: bool, device: torch.device, calls: int) -> list[dict[str, Any]]:
     """Time each part for the plain model or for one with a LoRA."""
     model = build_flux(with_lora)
     state, binder, kwargs = ModuleState(model), CallBinder(model.forward), flux_call(device)
@@ -85,7 +107,7 @@ def measure(with_lora: bool, device: torch.device) -> list[dict[str, Any]]:
         "72,000 nested numbers": lambda: binder.call((), {**kwargs, "joint_attention_kwargs": NESTED}),
     }
     model_name = "FLUX.1-dev + LoRA" if with_lora else "FLUX.1-dev"
-    return [{"model": model_name, "part": name, **spread_us(function)} for name, function in parts.items()]
+    return [{"model": model_name, "part": name, **spread_us(function, calls)} for name, function in parts.items()]
 
 
 NESTED: Final = {"numbers": [[float(column) for column in range(720)] for _ in range(100)]}
@@ -102,7 +124,9 @@ COLUMNS: Final = (
 def main(arguments: Sequence[str] | None = None) -> Report:
     """Run the benchmark from its command line, and return what was measured."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    asked = harness.parser("Time what a replayed call costs the host.").parse_args(arguments)
+    parser = harness.parser("Time what a replayed call costs the host.")
+    parser.add_argument("--calls", type=int, default=CALLS, help="timed calls of each part")
+    asked = parser.parse_args(arguments)
     harness.quiet_diffusers()
     torch.set_num_threads(1)
     device = torch.device(asked.device)
@@ -111,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     )
     with torch.no_grad():
         for with_lora in (False, True):
-            report.rows += measure(with_lora, device)
+            report.rows += measure(with_lora, device, asked.calls)
+        report.rows += measure_refused(device, asked.calls)
     report.write(asked.json)
     report.show(COLUMNS)
     return report

@@ -29,7 +29,7 @@ from ._defaults import bucket_lengths
 from ._requests import CallBuilder
 from .family import family_of
 from .plan import WarmupPlan, WarmupRequest
-from .report import RequestOutcome, ShortfallError, SignatureRow, WarmupReport
+from .report import RequestOutcome, ShortfallError, SignatureRow, WarmupReport, compile_note
 from .wrap import runners_of
 
 __all__ = ["warm"]
@@ -169,7 +169,7 @@ class _Warming:
             pipeline=type(self._pipe).__name__,
             rows=tuple(self._rows),
             outcomes=tuple(outcomes),
-            notes=(*notes, *self._guard_notes(), *self._idle_notes()),
+            notes=(*notes, *self._guard_notes(), *self._idle_notes(), *self._compile_notes()),
             text_lengths=lengths,
             is_bucketed=bool(bucket_lengths(self._pipe)),
             total_s=time.perf_counter() - started,
@@ -287,6 +287,12 @@ class _Warming:
             if not stats.calls:
                 yield f"{name} was never called, with up to {MAX_STEPS} steps, and has no graphs."
 
+    def _compile_notes(self) -> Iterator[str]:
+        for name, runner in self._runners.items():
+            note = compile_note(name, runner.transformer, runner._self_config)
+            if note is not None and any(row.component == name for row in self._rows):
+                yield note
+
 
 # --- counting --------------------------------------------------------------------------------------------------------
 
@@ -370,6 +376,8 @@ def _row(name: str, runner: BreakableCudaGraphRunner, entry: Entry, request: War
         eager_ms=eager_ms,
         replay_ms=replay_ms,
         verified=entry.verified,
+        arm=entry.choice.arm if entry.choice is not None else None,
+        arms_ms=entry.choice.median_ms if entry.choice is not None else {},
     )
 
 

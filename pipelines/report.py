@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
+from torch import nn
 
+from bcg.compilation import repeated_blocks
+from bcg.config import RunnerConfig
 from bcg.errors import PlanError
 
 from .plan import WarmupRequest
@@ -38,6 +41,8 @@ class SignatureRow:
         eager_ms: Median milliseconds of an eager call; None where it was not measured.
         replay_ms: Likewise of a replay.
         verified: ``exact``, ``close``, or why it was not verified on fresh inputs.
+        arm: What autotuning chose, such as ``graph+blocks``; None where it did not run.
+        arms_ms: Median milliseconds of a call by arm, as autotuning measured them.
     """
 
     component: str
@@ -51,6 +56,8 @@ class SignatureRow:
     eager_ms: float | None
     replay_ms: float | None
     verified: str
+    arm: str | None = None
+    arms_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +209,34 @@ def _what(row: SignatureRow) -> Text:
     lines = [Text(f"{row.component}: {row.request}", style="bold"), Text(row.signature.replace(", ", "\n"))]
     if row.verified != "exact":
         lines.append(Text(f"verified: {row.verified}", style="yellow"))
+    if row.arm is not None:
+        times = ", ".join(f"{arm} {ms:.2f}" for arm, ms in sorted(row.arms_ms.items(), key=lambda item: item[1]))
+        lines.append(Text(f"autotuned: {row.arm}, of {times} ms"))
     return Text("\n").join(lines)
+
+
+def compile_note(component: str, module: nn.Module, config: RunnerConfig) -> str | None:
+    """Say what compiled blocks would change, without a number that was not measured on this model.
+
+    Args:
+        component: The pipeline's component.
+        module: Its module.
+        config: Its runner's options.
+
+    Returns:
+        A sentence; None where something is compiled already, or nothing repeats.
+    """
+    blocks = repeated_blocks(module) if config.compile == "off" else ()
+    if not blocks:
+        return None
+    kinds = len({type(module.get_submodule(name)) for name in blocks})
+    classes = "one class" if kinds == 1 else f"{kinds} classes"
+    return (
+        f'{component} runs the kernels of eager (compile="off"), and equals it bit for bit. compile="blocks" would '
+        f"compile its {len(blocks)} repeated blocks of {classes} for captures alone: fused kernels help most where the "
+        "GPU and not the host sets the pace, and results are then close to eager, not equal. With autotune=True they "
+        "are kept where they are measured to be faster."
+    )
 
 
 def _milliseconds(value: float | None) -> str:

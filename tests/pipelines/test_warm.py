@@ -95,6 +95,11 @@ def test_a_denoiser_that_no_step_reaches_is_noted(load: Loader) -> None:
     assert any(note.startswith("transformer_2 was never called") for note in report.notes)
 
 
+def test_the_report_says_what_compiled_blocks_would_do(flux: Any) -> None:
+    report = warm(flux, small("flux"), progress=False)
+    assert sum(note.startswith("transformer runs the kernels of eager") for note in report.notes) == 1
+
+
 def test_the_other_dtype_of_a_first_step_is_captured_too(load: Loader) -> None:
     """HunyuanVideo in bfloat16 passes a float32 timestep in the first step only."""
     pipe = wrap_pipeline(load("hunyuan_video", dtype=torch.bfloat16))
