@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bcg import trees
 from bcg.backends import Pool
-from bcg.errors import CaptureError, GuardMiss
+from bcg.errors import CaptureError, GuardMiss, ReplayError
 from bcg.graph import BreakableCUDAGraph
 from bcg.interception import Finding, Hoist, HostGuard
 from bcg.module_state import StateKey
@@ -219,14 +219,14 @@ class Entry:
             live: The call's tensors.
 
         Returns:
-            Which guard it misses; None where the entry serves it.
+            Which guard it misses, or why it cannot be replayed; None where the entry serves it.
         """
         # Only where a replay draws: the generators belong to all threads.
         hits = self.hits
         generators = self.pool.backend.generator_states(self.pool.device) if self.random else []
         try:
             self.replay(live)
-        except GuardMiss as miss:
+        except ReplayError as miss:
             return str(miss)
         finally:
             self.hits = hits

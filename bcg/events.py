@@ -90,7 +90,13 @@ class Events:
             summary = signature.summary()
             self.emit(level, "miss", reason, signature=summary, differences=tuple(differences), first=is_first)
 
-    def quarantined(self, signature: Signature, reason: str) -> None:
-        """Log a signature that is not replayed any more."""
-        text = f"{reason}; the signature runs eagerly from now on"
+    def quarantined(self, signature: Signature, reason: str, *, is_lasting: bool) -> None:
+        """Log a signature whose replay failed.
+
+        Args:
+            signature: The call's.
+            reason: How it failed.
+            is_lasting: It will not be captured again.
+        """
+        text = f"{reason}; the signature runs eagerly {'from now on' if is_lasting else 'until it is captured again'}"
         self.emit(logging.WARNING, "quarantine", text, signature=signature.summary(), reason=reason)

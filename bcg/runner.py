@@ -280,8 +280,10 @@ class BreakableCudaGraphRunner(BaseRunner):
         self._self_counters.add("replay_failures")
         reason = f"a replay raised {type(error).__name__}: {error}"
         self._self_cache.drop(entry.key)
-        self._self_cache.reject(entry.key, reason)
-        self._self_events.quarantined(entry.signature, reason)
+        # A later capture that failed may have parted a graph that draws from the generator: it can be captured again.
+        if not entry.random:
+            self._self_cache.reject(entry.key, reason)
+        self._self_events.quarantined(entry.signature, reason, is_lasting=not entry.random)
 
     def _may_capture(self, window: Window | None) -> bool:
         if window is not None:

@@ -11,8 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+import bcg
 from bcg import _torch
-from bcg.backends import cuda
+from bcg.backends import Segment, cuda
 from bcg.backends.cuda import CudaBackend, CudaPool, CudaRecording
 
 
@@ -54,6 +55,9 @@ class FakeGraph:
             FakeGraph.empty -= 1
             warnings.warn("The CUDA Graph is empty.", stacklevel=1)
 
+    def replay(self) -> None:
+        assert self.is_live
+
     def reset(self) -> None:
         self.users[self.handle] -= self.is_live
         self.is_live = False
@@ -77,6 +81,16 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> CudaPool:
 def recording_in(pool: CudaPool, *, draws_random: bool = True) -> CudaRecording:
     stream: Any = FakeStream()
     return CudaRecording(pool, stream, "thread_local", draws_random)
+
+
+def captured_in(pool: CudaPool, *, draws_random: bool) -> Segment:
+    recording = recording_in(pool, draws_random=draws_random)
+    recording.open()
+    recording.begin_segment()
+    segment = recording.end_segment()
+    recording.close()
+    assert segment is not None
+    return segment
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
@@ -103,6 +117,23 @@ def test_an_invalidated_capture_replaces_the_generator_state_only_where_it_marke
     recording.abort()
     # Graphs that draw refer to the state object of their capture: another one would part them from the generator.
     assert bool(replaced) is draws_random
+
+
+@pytest.mark.parametrize("draws_random", [True, False])
+def test_a_graph_that_draws_is_not_replayed_once_the_generator_has_left_its_state(
+    draws_random: bool, pool: CudaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "default_generators", (Mock(),))
+    monkeypatch.setattr(torch, "Generator", Mock())
+    segment = captured_in(pool, draws_random=draws_random)
+    segment.replay()
+    cuda._replace_generator_state(pool.device)
+    if draws_random:
+        with pytest.raises(bcg.ReplayError, match="capture it again"):
+            segment.replay()
+    else:
+        segment.replay()
+    captured_in(pool, draws_random=draws_random).replay()
 
 
 # -- the pool's memory -------------------------------------------------------------------------------------------------

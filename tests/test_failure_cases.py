@@ -239,6 +239,35 @@ def test_r5_a_failed_replay_is_the_reason_for_all_variants_of_its_signature(capl
     assert_healthy()
 
 
+def test_r5_a_graph_that_draws_is_dropped_and_captured_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A later capture that fails may part it from the generator, which is no fault of the signature."""
+    runner = bcg.wrap(Forward(lambda x: x + torch.rand_like(x)))
+    x = torch.randn(3)
+    assert runner.capture(x)
+    [entry] = runner.entries.values()
+
+    class PartedSegment(BrokenSegment):
+        def replay(self) -> None:
+            raise bcg.ReplayError("the graph draws random numbers from a state that was left (simulated)")
+
+    entry.graph.steps.insert(0, PartedSegment())
+    assert "a state that was left" in explained(runner, x)
+    for window, served in ((contextlib.nullcontext(), "eager_calls"), (bcg.warmup(), "capture_calls")):
+        torch.manual_seed(3)
+        want = [runner.transformer(x), torch.rand(2)]
+        torch.manual_seed(3)
+        with window, caplog.at_level(logging.WARNING, "bcg"):
+            got = [runner(x), torch.rand(2)]
+        assert all(map(torch.equal, got, want))
+        assert getattr(runner.stats, served) == 1
+    assert runner.stats.replay_failures == 1 and runner.rejections == {}
+    assert "until it is captured again" in caplog.text
+    torch.manual_seed(3)
+    assert torch.equal(runner(x), want[0])
+    assert runner.stats.replays == 1
+    assert_healthy()
+
+
 def test_r5_a_replay_that_finds_no_memory_is_tried_again_by_the_next_call() -> None:
     runner = bcg.wrap(nn.Linear(4, 4))
     x = torch.randn(2, 4)

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -17,22 +18,42 @@ from torch import Tensor
 
 from bcg import _torch
 from bcg.backends.base import Backend, Pool, Recording, Segment
+from bcg.errors import ReplayError
 from bcg.layout import extent
 
+_left_states: Counter[int | None] = Counter()  # state objects that a device's default generator has left behind
 _POOL_STREAMS_PER_PRIORITY = 32  # torch hands out its streams round robin: c10/cuda/CUDAStream.cpp, kStreamsPerPool
 
 
 class CudaSegment:
-    """One captured `torch.cuda.CUDAGraph`."""
+    """One captured `torch.cuda.CUDAGraph`.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
+    Args:
+        graph: The graph.
+        pool: The pool of its memory.
+        left_states: How many state objects the default generator had left behind when the graph was captured; None
+            where the graph draws no random numbers.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, left_states: int | None = None) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._pool = pool
+        self._left_states = left_states
         pool.segments.add(self)
 
     def replay(self) -> None:
-        """Launch the graph on the current stream."""
+        """Launch the graph on the current stream.
+
+        Raises:
+            ReplayError: It would draw other random numbers than eager.
+        """
         assert self._graph is not None
+        if self._left_states not in (None, _left_states[self._pool.device.index]):
+            # torch raises only where the old state is left marked as capturing.
+            raise ReplayError(
+                "the graph draws random numbers from a state that the default generator left when a later capture "
+                "failed: capture it again."
+            )
         self._graph.replay()
 
     def reset(self) -> None:
@@ -141,6 +162,7 @@ class CudaRecording:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._ranges: list[tuple[int, int]] | None = None
         self._handle: Any = None
+        self._left_states: int | None = None
         self._empty: list[torch.cuda.CUDAGraph] = []
 
     def open(self) -> None:
@@ -156,6 +178,7 @@ class CudaRecording:
     def begin_segment(self) -> None:
         """Begin a graph; streams that an earlier segment forked are forked again."""
         self._graph = torch.cuda.CUDAGraph()
+        self._left_states = _left_states[self._pool.device.index] if self._draws_random else None
         with contextlib.nullcontext() if self._draws_random else _stand_in_generator(self._pool.device):
             self._graph.capture_begin(pool=self._handle, capture_error_mode=self._mode)
         for stream in self._forked:
@@ -171,7 +194,7 @@ class CudaRecording:
         if empty.seen:
             self._empty.append(graph)
             return None
-        return CudaSegment(graph, self._pool)
+        return CudaSegment(graph, self._pool, self._left_states)
 
     def abort(self) -> None:
         """End a failed capture and repair what CUDA leaves behind when it invalidates one."""
@@ -378,7 +401,11 @@ def _stand_in_generator(device: torch.device) -> Iterator[None]:
 
 
 def _replace_generator_state(device: torch.device) -> None:
-    """Give the default generator a state object that no failed capture has marked, at the same seed and offset."""
+    """Give the default generator a state object that no failed capture has marked, at the same seed and offset.
+
+    Graphs that draw refer to the state object of their capture. Those from before can draw no more what eager draws.
+    """
+    _left_states[device.index] += 1
     generator = torch.cuda.default_generators[device.index]
     fresh = torch.Generator(device)
     fresh.set_state(generator.get_state())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import threading
@@ -125,6 +126,39 @@ def test_graphs_draw_on_after_a_failed_capture_that_drew_nothing(
         check_draws(runner, x)
     assert runner.capture(rows(32), False)
     check_replays(runner, rows(32), False)
+    check_draws(runner, x)
+
+
+def test_graphs_that_draw_are_captured_again_after_an_invalidated_capture_that_drew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It leaves the generator's state marked as capturing; the generator gets another, which earlier graphs never see."""
+    runner, x = bcg.wrap(Drawing().to(DEVICE)), rows(64)
+    assert runner.capture(x, True)
+    assert runner.capture(x, False)
+    with monkeypatch.context() as patched:
+        patched.setattr(Fault, "strike", staticmethod(synchronize))
+        assert not runner.capture(rows(32), True)
+    check_replays(runner, x, False)
+    for window, served in ((contextlib.nullcontext(), "eager_calls"), (bcg.warmup(), "capture_calls")):
+        torch.manual_seed(3)
+        want = [bcg.unwrap(runner)(x, True), torch.randn(3, device=DEVICE)]
+        torch.manual_seed(3)
+        with window:
+            got = [runner(x, True), torch.randn(3, device=DEVICE)]
+        assert all(map(torch.equal, got, want))
+        assert getattr(runner.stats, served) == 1
+    assert runner.stats.replay_failures == 1
+    check_draws(runner, x)
+
+
+def test_graphs_draw_on_after_a_capture_that_drew_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA did not invalidate it, so that torch has ended it in order."""
+    runner, x = bcg.wrap(Drawing().to(DEVICE)), rows(64)
+    assert runner.capture(x, True)
+    with monkeypatch.context() as patched:
+        patched.setattr(Fault, "strike", staticmethod(model_error))
+        assert not runner.capture(rows(32), True)
     check_draws(runner, x)
 
 
