@@ -132,7 +132,7 @@ def test_graphs_draw_on_after_a_failed_capture_that_drew_nothing(
 def test_graphs_that_draw_are_captured_again_after_an_invalidated_capture_that_drew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It leaves the generator's state marked as capturing; the generator gets another, which earlier graphs never see."""
+    """It leaves the generator's state marked; the generator gets another one, which earlier graphs never see."""
     runner, x = bcg.wrap(Drawing().to(DEVICE)), rows(64)
     assert runner.capture(x, True)
     assert runner.capture(x, False)
