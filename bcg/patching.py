@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from bcg import _torch
-from bcg.errors import ConfigError
+from bcg.errors import CaptureError, ConfigError
 from bcg.interception import Watch
 from bcg.source import where
 
 _MISSING = object()
+_compiled_code = threading.local()  # whether this thread is in compiled code of a captured forward
 
 
 @contextlib.contextmanager
@@ -141,16 +142,36 @@ def _patch_function(stack: contextlib.ExitStack, function: Any, send: Callable[.
 def _sent(
     watch: Watch, original: Callable[..., Any], name: str, kind: str, substitute: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Return what sends a call on: to the watch on the thread that captures, to the original on any other."""
+    """Return what sends a call on: to the watch on the thread that captures, to the original on any other.
+
+    Nothing is watched inside of compiled code, so an eager break that is called there would be captured unseen.
+    """
     owner = threading.get_ident()
+    target = _marked(substitute or original) if kind == "compiled" else original
 
     @functools.wraps(original)
     def send(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != owner or not watch.active():
+        if threading.get_ident() != owner:
             return original(*args, **kwargs)
-        return watch.opaque(substitute or original, args, kwargs, name=name, place=where(), kind=kind)
+        if not watch.active():
+            if kind != "compiled" and getattr(_compiled_code, "runs", False):
+                raise CaptureError(f"{name}, which is to run eagerly, is called by compiled code.")
+            return original(*args, **kwargs)
+        return watch.opaque(target, args, kwargs, name=name, place=where(), kind=kind)
 
     return send
+
+
+def _marked(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _compiled_code.runs = True
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            _compiled_code.runs = False
+
+    return run
 
 
 @contextlib.contextmanager

@@ -185,6 +185,38 @@ def test_a_host_tensor_given_to_compiled_code_is_refused() -> None:
         forward(torch.randn(4, 8))
 
 
+def noted(x: Tensor) -> Tensor:
+    CALLS.append(1)
+    return x * 2
+
+
+CALLS: list[int] = []
+
+
+class Noting(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return noted(super().forward(x))
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+def test_a_function_that_is_to_run_eagerly_is_not_captured_in_compiled_code(
+    by_user: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model(Noting)
+    if by_user:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    options = {} if by_user else {"compile": "blocks"}
+    runner = bcg.wrap(model, eager_functions=(f"{__name__}:noted",), **options, **ARGUMENTS)
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert runner.capture(x) == (not by_user)
+        assert "is called by compiled code" in caplog.text
+        before = len(CALLS)
+        torch.testing.assert_close(runner(x), runner.transformer(x))
+    assert by_user or len(CALLS) - before == 2 * len(model.blocks)  # in the replay and in the eager call
+
+
 class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2
