@@ -693,14 +693,19 @@ class BreakableCudaGraphRunner(BaseRunner):
         return type(self.__wrapped__).__name__
 
     def _rewrap(self, module: nn.Module) -> BreakableCudaGraphRunner:
-        return type(self)(
-            module,
-            self._self_config,
-            capture_when=self._self_capture_when,
-            barrier=self._self_seams.barrier,
-            capture_context=self._self_seams.capture_context,
-            prepare=self._self_prepare,
-        )
+        return type(self)(module, self._self_config, **self._given())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), **self._given()), (self.__wrapped__, self._self_config)
+
+    def _given(self) -> dict[str, Any]:
+        """Return what the host gave beside the config; not a pool, which is for graphs, and graphs stay behind."""
+        return {
+            "capture_when": self._self_capture_when,
+            "barrier": self._self_seams.barrier,
+            "capture_context": self._self_seams.capture_context,
+            "prepare": self._self_prepare,
+        }
 
     def __repr__(self) -> str:
         entries = list(self._self_cache.entries())
@@ -724,6 +729,10 @@ def wrap(
 
     The runner stands in for the module everywhere: assign it where the module was. Warm up inside `bcg.warmup`; every
     later call with a captured signature replays, with the same result bit for bit, and every other call runs eagerly.
+
+    A copy of a runner, or what is read back from a pickle of it, is a runner of the copied module with the same config
+    and callables, without graphs and with a pool of its own. A callable that cannot be pickled, such as a lambda, makes
+    pickling raise; pickle ``bcg.unwrap(runner)`` for the module alone.
 
     Args:
         module: The module, usually a diffusers transformer. It is not changed. A runner is wrapped anew.

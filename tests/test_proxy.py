@@ -303,11 +303,31 @@ def always() -> bool:
     return True
 
 
-def test_a_copy_keeps_what_its_host_gave(model: Model) -> None:
-    runner = bcg.wrap(model, capture_when=always, barrier=gc.isenabled, capture_context=torch.no_grad)
-    for twin in (copy.copy(runner), copy.deepcopy(runner)):
-        assert twin._self_capture_when is always
-        assert twin._self_seams == runner._self_seams
+def doubled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(arg * 2 for arg in args), kwargs
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, by_pickle, by_torch_save], ids=lambda f: f.__name__)
+def test_a_copy_keeps_what_its_host_gave(duplicate: Callable[[Any], Any], model: Model) -> None:
+    runner = bcg.wrap(
+        model, capture_when=always, barrier=gc.isenabled, capture_context=torch.no_grad, prepare=doubled, max_entries=3
+    )
+    twin = duplicate(runner)
+    assert twin._self_capture_when is always
+    assert twin._self_seams == runner._self_seams
+    assert twin._self_config == runner._self_config
+    assert twin.pool is not runner.pool
+    x = torch.randn(1, 4)
+    for _ in range(2):
+        assert torch.equal(twin(x), model(x * 2)), "arguments are prepared as the runner's are"
+    assert (twin.stats.capture_calls, twin.stats.replays) == (1, 1)
+
+
+def test_a_callable_that_cannot_be_pickled_is_not_lost_without_a_word(model: Model) -> None:
+    runner = bcg.wrap(model, prepare=lambda args, kwargs: (args, kwargs))
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        pickle.dumps(runner)
+    assert type(pickle.loads(pickle.dumps(bcg.unwrap(runner)))) is Model
 
 
 def test_a_deep_copy_of_a_tree_keeps_one_runner_one(runner: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,12 @@ def test_without_a_recipe_buckets_are_ignored_with_the_reason(
     reason = family_of(pipe).text_reason
     assert reason is not None and reason in caplog.text
     assert all(runner._self_prepare is None for runner in runners_of(pipe).values())
+
+
+def test_a_pickled_runner_pads_as_well(load: Callable[[str], Any]) -> None:
+    runner = wrap_pipeline(load("qwen_image"), text_buckets=BUCKETS).transformer
+    twin = pickle.loads(pickle.dumps(runner))
+    assert twin._self_prepare.buckets == BUCKETS and twin._self_prepare.text == runner._self_prepare.text
 
 
 def test_only_denoisers_are_padded(load: Callable[[str], Any]) -> None:
