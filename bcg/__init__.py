@@ -42,7 +42,7 @@ from bcg.graph import (
 from bcg.interception import Finding
 from bcg.memory import EntryMemory, MemoryReport
 from bcg.misses import CallerArguments, Miss
-from bcg.report import CaptureReport, inspect
+from bcg.report import CaptureReport, OpaqueArgument, inspect
 from bcg.runner import BaseRunner, BreakableCudaGraphRunner, EagerRunner, unwrap, wrap
 from bcg.signature import Signature, TensorSpec, register_key, unregister_key
 from bcg.stats import RunnerStats
@@ -112,6 +112,7 @@ __all__ = [
     "MissingDependencyError",
     "NestedCaptureError",
     "NotAModuleError",
+    "OpaqueArgument",
     "PlanError",
     "ReplayError",
     "RunnerConfig",

@@ -97,6 +97,21 @@ def without_function_mode(mode: Any) -> Iterator[None]:
             torch._C._push_on_torch_function_stack(entry)
 
 
+def wrapper_of(kind: type[Tensor], content: Tensor, device: str) -> Any:
+    """Return a tensor of a subclass with another tensor's form on another device, and no memory.
+
+    torch documents ``_make_wrapper_subclass`` by examples alone.
+    """
+    return Tensor._make_wrapper_subclass(
+        kind, content.size(), strides=content.stride(), storage_offset=int(content.storage_offset()),
+        dtype=content.dtype, layout=content.layout, device=torch.device(device), requires_grad=False,
+    )  # fmt: skip
+
+
+# What a tensor subclass sets as ``__torch_function__`` where functions treat it as any tensor; public in name only.
+without_torch_function = torch._C._disabled_torch_function_impl
+
+
 def end_allocate_to_pool(device: torch.device, pool_handle: Any) -> None:
     """Stop this thread's allocations from going to a graph pool after a capture that CUDA invalidated.
 

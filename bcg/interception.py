@@ -184,6 +184,10 @@ class Watch:
 
     # -- operations ------------------------------------------------------------------------------------------------
 
+    def is_composite(self, operator: Any) -> bool:
+        """Tell whether an operation that arrives whole is to be taken apart, as eager takes it apart on the device."""
+        return _torch.can_decompose(operator, self.backend.device_type)
+
     def operation(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Treat one dispatched operation."""
         inputs = list(operands((args, kwargs)))
@@ -578,7 +582,7 @@ class _DispatchMode(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._watch.active():
             return func(*args, **kwargs)
-        if _torch.can_decompose(func, self._watch.backend.device_type):
+        if self._watch.is_composite(func):
             # Under inference mode composite operations arrive whole, and could hide a host read or a copy.
             with self:
                 return func.decompose(*args, **kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -315,20 +315,47 @@ def _signature_or_refusal(tree: trees.Tree, ambient: AmbientState) -> tuple[Sign
         gradients = torch.is_grad_enabled()
         for leaf in tree.leaves:
             kind = type(leaf)
-            if kind in EXACT_TYPES:
-                keys.append((kind, leaf))
-            elif isinstance(leaf, torch.Tensor):
-                keys.append(_tensor_key(leaf, gradients))
-            elif len(keys) in tree.refused:
-                raise UnkeyableError(tree.refused[len(keys)])
-            else:
-                keys.append(_value_key(leaf))
+            keys.append((kind, leaf) if kind in EXACT_TYPES else _leaf_key(tree, len(keys), gradients))
     except UnkeyableError as error:
         return None, f"argument `{tree.structure.paths[len(keys)]}` {error}"
     try:
         return Signature(tree.structure, tuple(keys), ambient), None
     except TypeError as error:  # a default factory, or what the user made equal but not hashable
         return None, f"the arguments cannot be hashed: {error}"
+
+
+def _leaf_key(tree: trees.Tree, index: int, gradients: bool) -> Any:
+    leaf = tree.leaves[index]
+    if isinstance(leaf, torch.Tensor):
+        return _tensor_key(leaf, gradients)
+    if index in tree.refused:
+        raise UnkeyableError(tree.refused[index])
+    return _value_key(leaf)
+
+
+def opaque_arguments(
+    arguments: dict[str, object], *, max_leaves: int = trees.DEFAULT_MAX_LEAVES
+) -> Iterator[tuple[str, str]]:
+    """Yield every argument, or part of one, that keeps a call from having a key.
+
+    Args:
+        arguments: Values by parameter name, as `CallBinder.bind` returns them.
+        max_leaves: Elements of all arguments together that are looked at.
+
+    Yields:
+        The path of the argument, and what it is that it cannot be keyed.
+
+    Example:
+        >>> [path for path, reason in opaque_arguments({"x": 1, "options": {"steps": iter([1])}})]
+        ["options['steps']"]
+    """
+    tree = trees.flatten_arguments(arguments, max_leaves=max_leaves)
+    for index, path in enumerate(tree.structure.paths):
+        try:
+            if type(tree.leaves[index]) not in EXACT_TYPES:
+                _leaf_key(tree, index, torch.is_grad_enabled())
+        except UnkeyableError as error:
+            yield path, str(error)
 
 
 def _tensor_key(tensor: torch.Tensor, gradients: bool) -> TensorSpec:

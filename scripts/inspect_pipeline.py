@@ -1,7 +1,6 @@
 """Run a pipeline once, and say what a capture of each of its denoiser calls meets: hoists, guards and breaks.
 
-Needs no GPU: the tape stands in for CUDA graphs. A copy from host to device is nothing on a machine without one, so
-fewer hoists show there than on a GPU.
+Needs no GPU: the tape stands in for CUDA graphs, and what only a GPU meets, copies from host to device, is told too.
 
     scripts/inspect --pipeline lumina2                              a tiny checkpoint of the family, made from nothing
     scripts/inspect --model PATH_OR_ID --height 512 --width 512     a checkpoint of one's own

@@ -13,12 +13,14 @@ import torch
 import bcg
 from model_findings import (
     EXPECTED,
+    HOISTS,
     STEERED_BY_LENGTH,
     arguments,
     assert_equal,
     build,
     check_other_lengths,
     check_replays,
+    counted,
 )
 
 
@@ -46,6 +48,16 @@ def test_an_image_where_there_was_none_is_a_miss():
             given["image_embeds"] = torch.randn(1, 5, 12)
             assert_equal(module(**given), runner(**given))
     assert (runner.stats.guard_misses, runner.stats.replays) == (2, 0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_copies_that_a_gpu_meets_are_told_without_one(name, mode):
+    with mode():
+        report = bcg.inspect(build(name, torch.bfloat16), **arguments(name, 0, torch.bfloat16))
+    assert report.on_gpu_unknown is None
+    assert counted(report.findings) == EXPECTED[name]
+    assert counted(report.on_gpu) == HOISTS.get(name, {})
 
 
 def test_a_guard_of_a_model_names_its_line():

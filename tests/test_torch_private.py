@@ -58,6 +58,27 @@ def test_float32_precision_and_flags_can_be_read() -> None:
     assert all(isinstance(backend, int) for backend in _torch.sdpa_priority_order())
 
 
+# --- tensors
+
+
+def test_a_wrapper_has_the_form_of_its_content_on_another_device_and_no_memory() -> None:
+    class Wrapper(torch.Tensor):
+        __torch_function__ = _torch.without_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return operators.append(func) or content
+
+    operators: list[Any] = []
+    content = torch.zeros(4, 3, dtype=torch.bfloat16).t()[1:]
+    wrapper = _torch.wrapper_of(Wrapper, content, "meta")
+    assert type(wrapper) is Wrapper
+    assert (wrapper.shape, wrapper.stride(), wrapper.dtype) == (content.shape, content.stride(), content.dtype)
+    assert (wrapper.device.type, wrapper.requires_grad) == ("meta", False)
+    assert type(wrapper + 1) is torch.Tensor
+    assert operators == [torch.ops.aten.add.Tensor]
+
+
 # --- torch.compile
 
 

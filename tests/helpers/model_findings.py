@@ -34,15 +34,22 @@ EXPECTED: dict[str, dict[tuple[str, str], int]] = {
         ("guard", "aten::_local_scalar_dense"): 14,
     },
 }
-# Copies from host to device are met as well, on a device that is not the host.
-HOISTING = frozenset(
-    {"cogview4", "glm_image", "chroma", "kandinsky5", "qwen_image_masked", "qwen_image_edit_2511", "skyreels_v2",
-     "lumina2"}
-)  # fmt: skip
+# Copies from host to device that are met as well on a device that is not the host, and which no run on the host shows.
+HOISTS: dict[str, dict[tuple[str, str], int]] = {
+    "cogview4": {("hoist", "aten::_to_copy"): 8},  # cosines and sines for queries and keys of two blocks
+    "glm_image": {("hoist", "aten::_to_copy"): 8},
+    "chroma": {("hoist", "aten::_to_copy"): 1},
+    "kandinsky5": {("hoist", "aten::_to_copy"): 1},
+    "qwen_image_masked": {("hoist", "as_tensor"): 1},
+    "qwen_image_edit_2511": {("hoist", "tensor"): 1},
+    "skyreels_v2": {("hoist", "tensor"): 1},
+    "lumina2": {("hoist", "aten::_to_copy"): 3},
+    "hidream": {("hoist", "tensor"): 1},
+}
 # The mask alone tells the prompt's length, and lengths steer shapes there.
 STEERED_BY_LENGTH = frozenset({"lumina2", "mochi", "hunyuan_video15", "hunyuan_image"})
 # A list of a device tensor is a copy to the host, which the dispatcher sees; of a host tensor it sees nothing.
-_SAME_READ = {"aten::_to_copy": "tolist"}
+_SAME_READ = {("guard", "aten::_to_copy"): "tolist"}
 
 
 def assert_equal(expected: Any, got: Any) -> None:
@@ -77,11 +84,14 @@ def without_hoists(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def places(findings: Iterable[Finding]) -> list[tuple[str, str, str, str, int]]:
-    """Say of guards and breaks in their order what each is, and where."""
-    return [
-        (found.kind, _SAME_READ.get(found.name, found.name), found.where.module, found.where.file, found.where.line)
-        for found in without_hoists(findings)
-    ]
+    """Say of findings in their order what each is, and where."""
+    named = [(found.kind, _SAME_READ.get((found.kind, found.name), found.name), found.where) for found in findings]
+    return [(kind, called, where.module, where.file, where.line) for kind, called, where in named]
+
+
+def counted(findings: Iterable[Finding]) -> dict[tuple[str, str], int]:
+    """Count findings by kind and name."""
+    return dict(Counter((kind, called) for kind, called, *_ in places(findings)))
 
 
 def check_replays(
@@ -110,8 +120,8 @@ def check_replays(
             assert_equal(wanted[seed], runner(**arguments(name, seed, dtype, device=device)))
     assert runner.stats.replays == 3
     assert entry.verified == "exact"
-    found = Counter((kind, called) for kind, called, *_ in places(entry.findings))
-    assert dict(found) == EXPECTED[name]
+    found = counted(without_hoists(entry.findings))
+    assert found == EXPECTED[name]
     breaks = sum(count for (kind, _), count in found.items() if kind.endswith("break"))
     assert (entry.breaks, entry.guards) == (breaks, sum(found.values()) - breaks)
     # A segment of which nothing is to be recorded is dropped.

@@ -30,6 +30,7 @@ def test_a_guard_is_named_with_its_submodule_and_source_line(capsys: pytest.Capt
     text = capsys.readouterr().out
     assert "guard tolist at rope_embedder" in text
     assert "transformer_lumina2.py:" in text
+    assert text.count("on a GPU also hoist aten::_to_copy at rope_embedder") == 3
     assert "1 of 1 signatures can be captured." in text
 
 
