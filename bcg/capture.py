@@ -313,6 +313,14 @@ class Capturer:
             return contextlib.nullcontext()
         return redirected(*probes.attention_redirection(self._recipe.attention))
 
+    @contextlib.contextmanager
+    def _untold(self) -> Iterator[None]:
+        """Let the forward take itself for eager: what it leaves out or adds in a capture, eager would not."""
+        with contextlib.ExitStack() as stack:
+            for tell in self._backend.capture_tells:
+                stack.enter_context(redirected(tell, lambda: False))
+            yield
+
     def _keep_buffers(self, plan: _Plan) -> None:
         """Copy the buffers of eager modules before the first forward in which nobody watches these."""
         for name in plan.broken:
@@ -445,7 +453,7 @@ class Capturer:
         )
         args, kwargs = call.rebuild(inputs.tensors)
         self._outside = OutsideMeter(self._backend, self._pool.device)  # after the warm-up, which loads kernels
-        with self._redirected():
+        with self._redirected(), self._untold():
             result = self._run_capture(capture, call, inputs, plan, dry, args, kwargs)
         try:
             self._check_state(state)

@@ -34,7 +34,7 @@ class StaticArena:
             memory = torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)
             self._slots[slot, device] = memory
             self.allocated_bytes += memory.numel()
-        # No view: compiled code for dynamic shapes is guarded by what a view is a view of, and a caller's tensor is none.
+        # No view: compiled code for dynamic shapes is guarded by what a view is a view of; a caller's tensor is none.
         tensor = torch.empty(0, dtype=spec.dtype, device=device)
         return tensor.set_(memory.untyped_storage(), 0, spec.shape, spec.stride)
 

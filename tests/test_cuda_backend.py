@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 from unittest.mock import Mock
 
@@ -15,6 +16,8 @@ import bcg
 from bcg import _torch
 from bcg.backends import Segment, cuda
 from bcg.backends.cuda import CudaBackend, CudaPool, CudaRecording
+from bcg.backends.tape import TapeBackend
+from bcg.graph import current_capture
 
 
 class FakeStream:
@@ -230,3 +233,25 @@ def test_threads_that_end_segments_at_the_same_time_leave_the_warnings_as_they_w
     assert list(warnings.filters) == filters
     with pytest.warns(UserWarning, match="still heard"):
         warnings.warn("still heard", stacklevel=1)
+
+
+def test_a_captured_forward_takes_itself_for_eager_and_other_threads_still_see_the_capture(monkeypatch):
+    def tell() -> bool:
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", tell)
+    monkeypatch.setattr(TapeBackend, "capture_tells", (tell,))
+    told: list[tuple[bool, bool]] = []
+
+    class Asking(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if current_capture() is not None:
+                with ThreadPoolExecutor(1) as other:
+                    beside = other.submit(lambda: torch.cuda.is_current_stream_capturing()).result()
+                told.append((torch.cuda.is_current_stream_capturing(), beside))
+            return x * 2
+
+    with torch.no_grad():
+        assert bcg.wrap(Asking()).capture(torch.ones(2))
+    assert told == [(False, True)]
+    assert torch.cuda.is_current_stream_capturing is tell

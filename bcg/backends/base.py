@@ -91,12 +91,14 @@ class Backend(Protocol):
         executes_while_capturing: Whether operations already ran when a segment ends. CUDA only records them, so a
             segment is replayed once before the eager step that follows it.
         reads_host_memory: Whether device memory is host memory, so that a host read reaches no dispatcher.
+        capture_tells: Functions by which a forward can tell that it is being captured, to compute otherwise then.
     """
 
     name: str
     device_type: str
     executes_while_capturing: bool
     reads_host_memory: bool
+    capture_tells: tuple[Callable[[], bool], ...]
 
     def create_pool(self, device: torch.device) -> Pool:
         """Make an empty pool on a device."""

@@ -224,6 +224,7 @@ class TapeBackend:
     device_type = "cpu"
     executes_while_capturing = True
     reads_host_memory = True
+    capture_tells: tuple[Callable[[], bool], ...] = ()
 
     def create_pool(self, device: torch.device) -> Pool:
         """Make a pool."""

@@ -168,10 +168,14 @@ def test_graphs_draw_on_after_a_capture_that_drew_and_raised(monkeypatch: pytest
 class Late(nn.Module):
     """Allocates before a host read, and fills what it allocated after it: the first segment has no kernel."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(3.0))
+
     def forward(self, x: Tensor, flag: Tensor) -> Tensor:
         result = torch.empty_like(x)
         if flag.item():
-            torch.mul(x, 3, out=result)
+            torch.mul(x, self.factor, out=result)
         return result + 1
 
 
