@@ -5,6 +5,8 @@ That is what lets a machine without a GPU tell what a capture on one will meet.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -30,11 +32,16 @@ DEVICE = torch.device("cuda", 0)
 DTYPE = torch.bfloat16
 
 
+@functools.cache  # two tests look at one capture
+def found_there(name, mode):
+    return check_replays(name, DTYPE, mode, DEVICE)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", EXPECTED)
 def test_guards_and_breaks_are_those_of_the_tape(name, mode):
     # First: what a capture learns about a class of modules, the next one knows.
-    there = check_replays(name, DTYPE, mode, DEVICE)
+    there = found_there(name, mode)
     here = check_replays(name, DTYPE, mode)
     assert places(without_hoists(there)) == places(here)
 
@@ -42,8 +49,7 @@ def test_guards_and_breaks_are_those_of_the_tape(name, mode):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", EXPECTED)
 def test_hoists_are_those_that_are_foretold_without_a_gpu(name, mode):
-    there = check_replays(name, DTYPE, mode, DEVICE)
-    hoists = [finding for finding in there if finding.kind == "hoist"]
+    hoists = [finding for finding in found_there(name, mode) if finding.kind == "hoist"]
     with mode():
         report = bcg.inspect(build(name, DTYPE), **arguments(name, 0, DTYPE))
     assert places(report.on_gpu) == places(hoists)
