@@ -112,17 +112,31 @@ def wrapper_of(kind: type[Tensor], content: Tensor, device: str) -> Any:
 without_torch_function = torch._C._disabled_torch_function_impl
 
 
-def end_allocate_to_pool(device: torch.device, pool_handle: Any) -> None:
-    """Stop this thread's allocations from going to a graph pool after a capture that CUDA invalidated.
+def end_allocate_to_pool(device: torch.device, pool_handle: Any) -> bool:
+    """Stop allocations from going to a graph pool after a capture that CUDA invalidated.
 
-    ``CUDAGraph.capture_end`` raises before it does so itself (pytorch#190308), and the pool then keeps its memory.
+    ``CUDAGraph.capture_end`` of torch 2.11 raises before it does so itself (pytorch#180395), and the pool then keeps
+    what is allocated later.
+
+    Returns:
+        Whether there was anything to stop. Then torch's allocator of pinned host memory, which no call stops, still
+        records for the handle, too: no capture may use the handle again, and the graph must live on, since the
+        allocator asks it (``beginAllocateToPool: already recording``).
     """
-    torch._C._cuda_endAllocateToPool(device.index, pool_handle)
+    try:
+        torch._C._cuda_endAllocateToPool(device.index, pool_handle)
+    except RuntimeError:  # not currently recording: torch has stopped by itself
+        return False
+    return True
 
 
 def release_pool(device: torch.device, pool_handle: Any) -> None:
-    """Give back the use count that a begun capture took on a graph pool."""
-    torch._C._cuda_releasePool(device.index, pool_handle)
+    """Give back the use count that a begun capture took on a graph pool (pytorch#190348).
+
+    From 2.14 on it is left to ``CUDAGraph.reset``: a count that is given back twice ends the process.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+        torch._C._cuda_releasePool(device.index, pool_handle)
 
 
 # --- ambient state ----------------------------------------------------------------------------------------------------

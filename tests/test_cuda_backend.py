@@ -96,6 +96,19 @@ def captured_in(pool: CudaPool, *, draws_random: bool) -> Segment:
     return segment
 
 
+class InvalidatedGraph:
+    """A graph whose capture CUDA has invalidated."""
+
+    def capture_begin(self, **options: Any) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture (simulated)")
+
+    def reset(self) -> None:
+        pass
+
+
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
@@ -106,15 +119,7 @@ def test_an_invalidated_capture_replaces_the_generator_state_only_where_it_marke
     replaced: list[torch.device] = []
     monkeypatch.setattr(cuda, "_replace_generator_state", replaced.append)
     for name in ("end_allocate_to_pool", "release_pool"):
-        monkeypatch.setattr(_torch, name, lambda device, handle: None)
-
-    class InvalidatedGraph:
-        def capture_end(self) -> None:
-            raise RuntimeError("operation failed due to a previous error during capture (simulated)")
-
-        def reset(self) -> None:
-            pass
-
+        monkeypatch.setattr(_torch, name, lambda device, handle: False)
     recording = recording_in(pool, draws_random=draws_random)
     recording._graph = InvalidatedGraph()  # type: ignore[assignment]
     recording.abort()
@@ -166,6 +171,35 @@ def test_a_pool_without_graphs_has_no_memory_that_could_be_referred_to_by_addres
     recording.close()
     assert FakeGraph.users == {1: 0}
     assert pool.address_ranges() == [] and pool.bytes() == 0
+
+
+@pytest.mark.parametrize(("recorded_on", "handles"), [(True, [1, 2]), (False, [1, 1])])
+def test_a_handle_for_which_torch_still_records_is_captured_into_no_more_and_its_memory_stays_known(
+    recorded_on: bool, handles: list[int], pool: CudaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(_torch, "end_allocate_to_pool", lambda device, handle: recorded_on)
+    monkeypatch.setattr(_torch, "release_pool", lambda device, handle: released.append(handle))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda handle: [{"address": 100 * handle, "total_size": 10}])
+    monkeypatch.setattr(cuda, "_abandoned", [])
+    monkeypatch.setattr(cuda, "_replace_generator_state", lambda device: None)
+    alive = captured_in(pool, draws_random=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "CUDAGraph", InvalidatedGraph)
+        recording = recording_in(pool, draws_random=True)
+        recording.open()
+        recording.begin_segment()
+        recording.abort()
+        recording.close()
+    assert released == [1]
+    assert len(cuda._abandoned) == recorded_on
+    assert pool.address_ranges() == [(100, 110)]
+    later = captured_in(pool, draws_random=True)
+    assert list(FakeGraph.users) == sorted(set(handles))
+    assert pool.bytes() == 10 * len(set(handles))
+    alive.reset()
+    later.reset()
+    assert pool.handle() == max(handles) + 1, "all memory of the old ones is free"
 
 
 def test_a_segment_that_is_dropped_without_a_reset_does_not_count_any_more(pool: CudaPool) -> None:

@@ -22,6 +22,7 @@ from bcg.errors import ReplayError
 from bcg.layout import extent
 
 _left_states: Counter[int | None] = Counter()  # state objects that a device's default generator has left behind
+_abandoned: list[torch.cuda.CUDAGraph] = []  # whom torch's allocator of pinned memory asks as long as it lives
 _POOL_STREAMS_PER_PRIORITY = 32  # torch hands out its streams round robin: c10/cuda/CUDAStream.cpp, kStreamsPerPool
 
 
@@ -77,6 +78,7 @@ class CudaPool:
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.segments: weakref.WeakSet[CudaSegment] = weakref.WeakSet()  # those that nobody refers to are freed, too
         self._handle: Any = None
+        self._spent_handles: list[Any] = []
         self._stream: torch.cuda.Stream | None = None
         self._last_replay: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
 
@@ -111,16 +113,25 @@ class CudaPool:
 
     def handle(self) -> Any:
         """Return the pool's handle; a fresh one where no graph uses the old, since torch frees a pool with its last."""
-        if self._handle is None or self.live_segments == 0:
+        if self.live_segments == 0:
+            self._handle, self._spent_handles = None, []
+        if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
+
+    def spend_handle(self) -> None:
+        """Let later captures use memory of their own: a failed one has left the handle unusable."""
+        if self._handle is not None:
+            self._spent_handles.append(self._handle)
+        self._handle = None
 
     def address_ranges(self) -> list[tuple[int, int]]:
         """Return the first and past-the-end addresses of the pool's memory; none where no graph lives in it."""
         if self.live_segments == 0:
             return []
-        segments = torch.cuda.memory_snapshot(self._handle)
-        return [(entry["address"], entry["address"] + entry["total_size"]) for entry in segments]
+        handles = [*self._spent_handles, *([] if self._handle is None else [self._handle])]
+        segments = [segment for handle in handles for segment in torch.cuda.memory_snapshot(handle)]
+        return [(segment["address"], segment["address"] + segment["total_size"]) for segment in segments]
 
     def bytes(self) -> int:
         """Return the device bytes that the pool holds; 0 where no graph lives in it."""
@@ -160,6 +171,7 @@ class CudaRecording:
         self._switched = contextlib.ExitStack()
         self._forked: list[torch.cuda.Stream] = []
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._begun = False  # the graph holds a count of the pool
         self._ranges: list[tuple[int, int]] | None = None
         self._handle: Any = None
         self._left_states: int | None = None
@@ -180,7 +192,9 @@ class CudaRecording:
         self._graph = torch.cuda.CUDAGraph()
         self._left_states = _left_states[self._pool.device.index] if self._draws_random else None
         with contextlib.nullcontext() if self._draws_random else _stand_in_generator(self._pool.device):
+            self._begun = False
             self._graph.capture_begin(pool=self._handle, capture_error_mode=self._mode)
+            self._begun = True
         for stream in self._forked:
             stream.wait_stream(self._stream)
 
@@ -206,14 +220,18 @@ class CudaRecording:
             with _EmptyGraphWarning():
                 graph.capture_end()
         except Exception:
-            self._repair()
+            self._repair(graph)
         graph.reset()
 
-    def _repair(self) -> None:
+    def _repair(self, graph: torch.cuda.CUDAGraph) -> None:
         # pytorch#190308: an invalidated capture ends before its allocations do, and before the generators are told.
         device = self._pool.device
-        _torch.end_allocate_to_pool(device, self._handle)
-        _torch.release_pool(device, self._handle)
+        left_recording = _torch.end_allocate_to_pool(device, self._handle)
+        if left_recording:
+            self._pool.spend_handle()
+            _abandoned.append(graph)
+        if left_recording or self._begun:
+            _torch.release_pool(device, self._handle)
         # A capture without random operations marked a stand-in. The state must stay then: graphs that draw refer to it,
         # and would go on from the old one while everybody else draws from the new one.
         if self._draws_random:

@@ -110,11 +110,12 @@ class Drawing(Block):
 def test_compiled_code_that_draws_random_numbers_never_replays_others_than_eager() -> None:
     """Inductor draws other numbers than eager: whatever becomes of the capture, the generators stay as in eager."""
     module = model()
-    module.blocks[1] = Drawing().to(DEVICE, torch.bfloat16).requires_grad_(False)
-    runner = bcg.wrap(module, compile="blocks")
+    module.blocks = nn.ModuleList(Drawing() for _ in module.blocks)
+    runner = bcg.wrap(module.to(DEVICE, torch.bfloat16).requires_grad_(False), compile="blocks")
+    given = arguments(64)
     with torch.no_grad():
         before = torch.cuda.get_rng_state()
-        runner.capture(*arguments(64))
+        runner.capture(*given)
         assert torch.equal(torch.cuda.get_rng_state(), before)
         torch.rand(1, device=DEVICE)  # the default generator works
         given = arguments(64)
