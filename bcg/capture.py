@@ -311,15 +311,11 @@ class Capturer:
         """Put the recipe's attention backend in place on this thread: for captured forwards, not for eager ones."""
         if self._recipe.attention is None:
             return contextlib.nullcontext()
-        return redirected(*probes.attention_redirection(self._recipe.attention))
+        return redirected(probes.attention_redirection(self._recipe.attention))
 
-    @contextlib.contextmanager
-    def _untold(self) -> Iterator[None]:
+    def _untold(self) -> contextlib.AbstractContextManager[None]:
         """Let the forward take itself for eager: what it leaves out or adds in a capture, eager would not."""
-        with contextlib.ExitStack() as stack:
-            for tell in self._backend.capture_tells:
-                stack.enter_context(redirected(tell, lambda: False))
-            yield
+        return redirected(*((tell, lambda: False) for tell in self._backend.capture_tells))
 
     def _keep_buffers(self, plan: _Plan) -> None:
         """Copy the buffers of eager modules before the first forward in which nobody watches these."""

@@ -65,7 +65,7 @@ def foresee(module: nn.Module, call: Call, config: RunnerConfig, eager_modules: 
                 run = _FarRun(session, policy)
                 args, kwargs = call.rebuild([FarTensor.of(tensor.detach().clone(), session) for tensor in call.tensors])
                 patches = patched(run, far, eager_modules, others, {})
-                with redirected(torch.autocast, autocast), patches, run.watching():
+                with redirected((torch.autocast, autocast)), patches, run.watching():
                     far(*args, **kwargs)
         return run.findings
     finally:

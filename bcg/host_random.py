@@ -1,23 +1,28 @@
 """Notice a forward that draws from Python's or numpy's global random numbers, and put these back.
 
-That Python's state moved does not tell who drew: other threads of a server do so all the time. A profile function sees
-the calls of one thread. numpy's functions are invisible to it; there the state has to do.
+That Python's state moved does not tell who drew: other threads of a server do so all the time. The functions of
+`random` tell it, where a module calls them by name. (A profile function would see every call, but on Python 3.12 it
+rewrites the code of all threads, and interpreters have crashed on that: cpython#109371.) numpy's state is compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
-from collections.abc import Iterator
-from types import FrameType
+import threading
+from collections.abc import Callable
 from typing import Any
+
+from bcg.patching import replaced
 
 
 class HostRandomWatch:
     """Notice draws from the global random numbers while a block runs on this thread.
 
-    A profiler that is active already stays, and Python's random numbers are not watched then.
+    A draw from Python's by another way than a module's global, such as ``random.random`` kept in an object, is noticed
+    where no other thread could have made it.
 
     Attributes:
         drew_python: Whether the block drew from Python's random numbers, or seeded them.
@@ -33,26 +38,35 @@ class HostRandomWatch:
     def __init__(self) -> None:
         self.drew_python = False
         self.moved_numpy = False
-        # The object behind the functions of `random`.
-        self._python_owner: Any = random.random.__self__  # type: ignore[attr-defined]
         self._python_state: Any = None
         self._numpy_state: Any = None
+        self._others_drew = False
+        self._owner = threading.get_ident()
+        self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> HostRandomWatch:
         self._python_state, self._numpy_state = random.getstate(), _numpy_state()
-        self._profiles = sys.getprofile() is None
-        if self._profiles:
-            sys.setprofile(self._notice)
+        self._patches.enter_context(replaced(*((draw, self._noticing(draw)) for draw in _draws())))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._profiles:
-            sys.setprofile(None)
+        self._patches.close()
+        if threading.active_count() == 1 and not self._others_drew:
+            self.drew_python = self.drew_python or random.getstate() != self._python_state
         self.moved_numpy = _by_value(self._numpy_state) != _by_value(_numpy_state())
 
-    def _notice(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and getattr(argument, "__self__", None) is self._python_owner:
-            self.drew_python = self.drew_python or argument.__name__ != "getstate"
+    def _noticing(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(draw)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # torch.compile puts the state back that it finds, which changes nothing.
+            changes = draw.__name__ != "setstate" or (*args, *kwargs.values()) != (random.getstate(),)
+            if threading.get_ident() == self._owner:
+                self.drew_python = self.drew_python or changes
+            else:
+                self._others_drew = True
+            return draw(*args, **kwargs)
+
+        return run
 
     def put_back(self) -> None:
         """Let random numbers go on where they were before the block, where it drew any."""
@@ -62,15 +76,11 @@ class HostRandomWatch:
             sys.modules["numpy"].random.set_state(self._numpy_state)
 
 
-@contextlib.contextmanager
-def unprofiled() -> Iterator[None]:
-    """Run a block without this thread's profile function: torch.compile does not compile while one is set."""
-    profile = sys.getprofile()
-    sys.setprofile(None)
-    try:
-        yield
-    finally:
-        sys.setprofile(profile)
+def _draws() -> list[Callable[..., Any]]:
+    """Return the functions of `random` that draw from its global numbers, or seed them."""
+    owner = random.random.__self__  # type: ignore[attr-defined]
+    bound = [value for value in vars(random).values() if getattr(value, "__self__", None) is owner]
+    return [value for value in bound if value.__name__ != "getstate"]
 
 
 def _numpy_state() -> Any:

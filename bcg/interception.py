@@ -21,7 +21,6 @@ from bcg import _torch
 from bcg.backends import Backend
 from bcg.errors import HostileOperationError, StateWriteError
 from bcg.graph import BreakableCUDAGraphCapture
-from bcg.host_random import unprofiled
 from bcg.layout import operands
 from bcg.operations import Arguments, Kind, base_name, classify, draws_random, generator_of
 from bcg.source import Where, where
@@ -479,7 +478,7 @@ class DryRun(Watch):
         self.find(kind, name, place)
         given = [tensor for tensor in tensors_in((args, kwargs)) if _torch.storage_key(tensor) not in self._born]
         versions = [_version(tensor) for tensor in given]
-        with self.unwatched(), unprofiled():
+        with self.unwatched():
             result = function(*args, **kwargs)
         for tensor, version in zip(given, versions, strict=True):
             if _version(tensor) != version:

@@ -59,28 +59,43 @@ def patched(
                 stack.enter_context(_replaced(child.__dict__, "forward", send))
             else:
                 _patch_compiled(stack, watch, child, name)
-        for name, function in functions:
-            _patch_function(stack, function, _sent(watch, function, name, "break"))
+        if functions:
+            pairs = ((function, _sent(watch, function, name, "break")) for name, function in functions)
+            stack.enter_context(replaced(*pairs))
         yield
 
 
 @contextlib.contextmanager
-def redirected(function: Any, substitute: Callable[..., Any]) -> Iterator[None]:
-    """Let this thread alone call a substitute for a function, wherever a module has it as a global.
+def redirected(*pairs: tuple[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Let this thread alone call substitutes for functions, wherever a module has them as globals.
 
     Args:
-        function: A Python function.
-        substitute: What this thread calls in its place.
+        *pairs: Functions, and what this thread calls in their place.
     """
+    with replaced(*((function, _for_this_thread(function, other)) for function, other in pairs)):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(*pairs: tuple[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Put substitutes, which every thread calls, in the place of functions that modules have as globals.
+
+    Args:
+        *pairs: Functions, and what stands for them.
+    """
+    with contextlib.ExitStack() as stack:
+        _patch_functions(stack, {id(function): other for function, other in pairs})
+        yield
+
+
+def _for_this_thread(function: Any, substitute: Callable[..., Any]) -> Callable[..., Any]:
     owner = threading.get_ident()
 
     @functools.wraps(function)
     def send(*args: Any, **kwargs: Any) -> Any:
         return (substitute if threading.get_ident() == owner else function)(*args, **kwargs)
 
-    with contextlib.ExitStack() as stack:
-        _patch_function(stack, function, send)
-        yield
+    return send
 
 
 def broken_modules(module: nn.Module, patterns: Collection[str], classes: Collection[type]) -> frozenset[str]:
@@ -129,14 +144,14 @@ def _patch_compiled(stack: contextlib.ExitStack, watch: Watch, child: nn.Module,
         stack.enter_context(_replaced(child.__dict__, attribute, send))
 
 
-def _patch_function(stack: contextlib.ExitStack, function: Any, send: Callable[..., Any]) -> None:
-    """Replace a function wherever a module has it as a global, under whatever name it was imported."""
+def _patch_functions(stack: contextlib.ExitStack, substitutes: Mapping[int, Callable[..., Any]]) -> None:
+    """Replace functions, given by their ids, wherever a module has them as globals, under whatever names."""
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", None)
         if not isinstance(namespace, dict):
             continue
-        for name in [name for name, value in list(namespace.items()) if value is function]:
-            stack.enter_context(_replaced(namespace, name, send))
+        for name, value in [(name, value) for name, value in list(namespace.items()) if id(value) in substitutes]:
+            stack.enter_context(_replaced(namespace, name, substitutes[id(value)]))
 
 
 def _sent(

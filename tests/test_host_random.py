@@ -53,18 +53,29 @@ def test_generators_of_ones_own_and_draws_of_other_threads_are_none_of_its_busin
     assert random.getstate() == state
 
 
-def test_a_profiler_of_the_user_stays() -> None:
-    def profile(*arguments: Any) -> None:
-        pass
+def test_a_state_that_is_set_to_what_it_was_is_no_draw_and_another_one_is() -> None:
+    state = random.getstate()
+    with HostRandomWatch() as same:
+        random.setstate(random.getstate())
+    with HostRandomWatch() as other:
+        random.setstate(random.Random(5).getstate())
+    other.put_back()
+    assert (same.drew_python, other.drew_python) == (False, True)
+    assert random.getstate() == state
 
-    sys.setprofile(profile)
-    try:
-        with HostRandomWatch() as watch:
-            random.random()
-            assert sys.getprofile() is profile
-    finally:
-        sys.setprofile(None)
-    assert not watch.drew_python
+
+def test_a_draw_through_a_kept_function_is_noticed_where_no_other_thread_could_have_made_it() -> None:
+    kept = [random.random]
+    with HostRandomWatch() as watch:
+        kept[0]()
+    assert watch.drew_python
+
+
+def test_functions_are_as_before_and_no_profiler_is_set() -> None:
+    before = dict(vars(random))
+    with HostRandomWatch():
+        assert sys.getprofile() is None
+    assert all(vars(random)[name] is value for name, value in before.items())
 
 
 def test_a_capture_is_not_rejected_for_what_another_thread_draws() -> None:
