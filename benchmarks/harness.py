@@ -33,8 +33,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 ROOT: Final = Path(__file__).resolve().parent.parent
 MIB: Final = 2**20
 MATRIX_SIZE: Final = 8192
-LEAST_ROUNDS: Final = 7
+LEAST_ROUNDS: Final = 5
 MOST_ROUNDS: Final = 30
+TURN_MS: Final = 300
 
 
 class Deadline:
@@ -186,22 +187,25 @@ class Turn:
             return clock.burst(self.call, calls)
 
 
-def interleave(arms: Mapping[str, Turn], clock: Clock, *, budget_s: float, calls: int = 6) -> dict[str, Timings]:
+def interleave(
+    arms: Mapping[str, Turn], clock: Clock, *, budget_s: float, calls: int | None = None
+) -> dict[str, Timings]:
     """Time several arms in turns.
 
     Args:
-        arms: Name to turn; each is called ``calls`` times a turn.
+        arms: Name to turn.
         clock: How to time.
         budget_s: About how long to go on; at least `LEAST_ROUNDS` and at most `MOST_ROUNDS` turns are taken.
-        calls: Calls of one turn, two at least.
+        calls: Calls of one turn, two at least; by default as many as make a turn of about `TURN_MS`, four at least.
 
     Returns:
         Name to timings, all with the same number of samples.
     """
     names = list(arms)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
-    for name in names:  # one turn that does not count: clocks rise, allocators and caches settle
-        arms[name].take(clock, 2)
+    # One turn that does not count: clocks rise, allocators and caches settle.
+    step_ms = min(arms[name].take(clock, 2).step_ms for name in names)
+    calls = calls or max(4, min(round(TURN_MS / max(step_ms, 1e-3)), 20))
     order = random.Random(0)
     begin = time.monotonic()
     for turn in range(MOST_ROUNDS):
