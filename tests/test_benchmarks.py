@@ -318,3 +318,47 @@ class TestPipeline:
         eager, failed = report.rows
         assert eager["status"] == "ok"
         assert failed["status"].startswith("error: ConfigError")
+
+
+class TestPlot:
+    @pytest.fixture(autouse=True)
+    def _needs_matplotlib(self) -> None:
+        pytest.importorskip("matplotlib", reason="of the extra `bench`")
+
+    def test_every_stored_result_of_a_known_benchmark_is_drawn(self, tmp_path: Path) -> None:
+        from benchmarks import plot
+
+        known = {
+            source.stem
+            for source in plot.RESULTS.glob("*.json")
+            if json.loads(source.read_text()).get("title") in plot.DRAW
+        }
+        pictures = plot.main(["--to", str(tmp_path)])
+        assert {picture.stem for picture in pictures} == known >= {"breaks", "memory", "step-exact"}
+        assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+    def test_cold_starts_and_pipelines_are_drawn_without_what_failed(self, tmp_path: Path) -> None:
+        from benchmarks import plot
+
+        cold_rows = [
+            {"model": "flux", "arm": arm, "position": 1, "shape": "64x64", "status": status, "ready_s": 1.0,
+             "verified": arm == "bcg"}
+            for arm, status in (("bcg", "ok"), ("compile", "timed out after 9 s"), ("bcg_blocks", "ok"))
+        ]  # fmt: skip
+        pipeline_rows = [
+            {"model": "flux", "arm": arm, "shape": "64x64", "steps": 2, "status": "ok", "speedup": 1.0, "per_s": 1.0}
+            for arm in pipeline.OPTIONS
+        ]
+        for name, title, rows in (("c", "Cold start", cold_rows), ("p", "Whole pipeline calls", pipeline_rows)):
+            report = harness.Report(title, harness.machine(CPU), "command", rows=rows)
+            report.write(tmp_path / f"{name}.json")
+            assert plot.draw(tmp_path / f"{name}.json", tmp_path) == tmp_path / f"{name}.png"
+        said = plot.conditions(json.loads((tmp_path / "c.json").read_text()))
+        assert "Not drawn, since they failed: flux 64x64 compile" in said
+        assert "Close to eager's results, not equal: bcg + compiled blocks\n" in said
+
+    def test_other_files_are_left_alone(self, tmp_path: Path) -> None:
+        from benchmarks import plot
+
+        (tmp_path / "other.json").write_text("{}")
+        assert plot.draw(tmp_path / "other.json", tmp_path) is None
