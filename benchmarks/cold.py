@@ -371,7 +371,6 @@ class Results:
 
     Args:
         report: Whose rows to keep up to date.
-        arms: Names in the order of the table.
         path: Where to write after every change.
     """
 
