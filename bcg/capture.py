@@ -26,6 +26,7 @@ from bcg.compilation import Compiler
 from bcg.config import RunnerConfig
 from bcg.entry import Entry, EntryKey, OutputTemplate
 from bcg.errors import CaptureError, GuardMiss, HostileOperationError, StateWriteError, VerificationError
+from bcg.functions import redirected
 from bcg.graph import BreakableCUDAGraphCapture
 from bcg.host_random import HostRandomWatch
 from bcg.interception import CaptureRun, DryRun, Finding, OperationFailedError, Policy
@@ -36,7 +37,6 @@ from bcg.patching import (
     compiled_submodules,
     is_torch_function,
     patched,
-    redirected,
     resolve_function,
 )
 from bcg.python_state import PythonState

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from bcg import _torch
 from bcg.backends.tape import TapeBackend
 from bcg.config import RunnerConfig
+from bcg.functions import redirected
 from bcg.interception import Finding, Policy, Watch
 from bcg.layout import operands
 from bcg.operations import Kind, base_name
-from bcg.patching import is_torch_function, patched, redirected, resolve_function
+from bcg.patching import is_torch_function, patched, resolve_function
 from bcg.signature import Call
 from bcg.source import Where, naming, where
 

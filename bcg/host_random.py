@@ -8,14 +8,12 @@ rewrites the code of all threads, and interpreters have crashed on that: cpython
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
-from bcg.patching import replaced
+from bcg.functions import observed
 
 
 class HostRandomWatch:
@@ -42,31 +40,25 @@ class HostRandomWatch:
         self._numpy_state: Any = None
         self._others_drew = False
         self._owner = threading.get_ident()
-        self._patches = contextlib.ExitStack()
+        self._observation = contextlib.ExitStack()
 
     def __enter__(self) -> HostRandomWatch:
         self._python_state, self._numpy_state = random.getstate(), _numpy_state()
-        self._patches.enter_context(replaced(*((draw, self._noticing(draw)) for draw in _draws())))
+        self._observation.enter_context(observed(_DRAWS, self._notice))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._patches.close()
+        self._observation.close()
         if threading.active_count() == 1 and not self._others_drew:
             self.drew_python = self.drew_python or random.getstate() != self._python_state
         self.moved_numpy = _by_value(self._numpy_state) != _by_value(_numpy_state())
 
-    def _noticing(self, draw: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(draw)
-        def run(*args: Any, **kwargs: Any) -> Any:
+    def _notice(self, draw: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != self._owner:
+            self._others_drew = True
+        elif not self.drew_python:
             # torch.compile puts the state back that it finds, which changes nothing.
-            changes = draw.__name__ != "setstate" or (*args, *kwargs.values()) != (random.getstate(),)
-            if threading.get_ident() == self._owner:
-                self.drew_python = self.drew_python or changes
-            else:
-                self._others_drew = True
-            return draw(*args, **kwargs)
-
-        return run
+            self.drew_python = draw.__name__ != "setstate" or (*args, *kwargs.values()) != (random.getstate(),)
 
     def put_back(self) -> None:
         """Let random numbers go on where they were before the block, where it drew any."""
@@ -76,11 +68,10 @@ class HostRandomWatch:
             sys.modules["numpy"].random.set_state(self._numpy_state)
 
 
-def _draws() -> list[Callable[..., Any]]:
-    """Return the functions of `random` that draw from its global numbers, or seed them."""
-    owner = random.random.__self__  # type: ignore[attr-defined]
-    bound = [value for value in vars(random).values() if getattr(value, "__self__", None) is owner]
-    return [value for value in bound if value.__name__ != "getstate"]
+_owner = random.random.__self__  # type: ignore[attr-defined]
+_DRAWS: Final = [  # the functions of `random` that draw from its global numbers, or seed them
+    value for name, value in vars(random).items() if getattr(value, "__self__", None) is _owner and name != "getstate"
+]
 
 
 def _numpy_state() -> Any:

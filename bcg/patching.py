@@ -10,7 +10,6 @@ import contextlib
 import fnmatch
 import functools
 import importlib
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from torch import nn
 
 from bcg import _torch
 from bcg.errors import CaptureError, ConfigError
+from bcg.functions import original_function, redirected
 from bcg.interception import Watch
 from bcg.source import where
 
@@ -60,42 +60,10 @@ def patched(
             else:
                 _patch_compiled(stack, watch, child, name)
         if functions:
-            pairs = ((function, _sent(watch, function, name, "break")) for name, function in functions)
-            stack.enter_context(replaced(*pairs))
+            named = [(name, original_function(function)) for name, function in functions]
+            pairs = ((function, _sent(watch, function, name, "break")) for name, function in named)
+            stack.enter_context(redirected(*pairs))
         yield
-
-
-@contextlib.contextmanager
-def redirected(*pairs: tuple[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Let this thread alone call substitutes for functions, wherever a module has them as globals.
-
-    Args:
-        *pairs: Functions, and what this thread calls in their place.
-    """
-    with replaced(*((function, _for_this_thread(function, other)) for function, other in pairs)):
-        yield
-
-
-@contextlib.contextmanager
-def replaced(*pairs: tuple[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Put substitutes, which every thread calls, in the place of functions that modules have as globals.
-
-    Args:
-        *pairs: Functions, and what stands for them.
-    """
-    with contextlib.ExitStack() as stack:
-        _patch_functions(stack, {id(function): other for function, other in pairs})
-        yield
-
-
-def _for_this_thread(function: Any, substitute: Callable[..., Any]) -> Callable[..., Any]:
-    owner = threading.get_ident()
-
-    @functools.wraps(function)
-    def send(*args: Any, **kwargs: Any) -> Any:
-        return (substitute if threading.get_ident() == owner else function)(*args, **kwargs)
-
-    return send
 
 
 def broken_modules(module: nn.Module, patterns: Collection[str], classes: Collection[type]) -> frozenset[str]:
@@ -142,16 +110,6 @@ def _patch_compiled(stack: contextlib.ExitStack, watch: Watch, child: nn.Module,
     if attribute is not None:
         send = _sent(watch, getattr(child, attribute), name or type(child).__name__, "compiled")
         stack.enter_context(_replaced(child.__dict__, attribute, send))
-
-
-def _patch_functions(stack: contextlib.ExitStack, substitutes: Mapping[int, Callable[..., Any]]) -> None:
-    """Replace functions, given by their ids, wherever a module has them as globals, under whatever names."""
-    for module in list(sys.modules.values()):
-        namespace = getattr(module, "__dict__", None)
-        if not isinstance(namespace, dict):
-            continue
-        for name, value in [(name, value) for name, value in list(namespace.items()) if id(value) in substitutes]:
-            stack.enter_context(_replaced(namespace, name, substitutes[id(value)]))
 
 
 def _sent(
