@@ -139,6 +139,20 @@ def release_pool(device: torch.device, pool_handle: Any) -> None:
         torch._C._cuda_releasePool(device.index, pool_handle)
 
 
+def pool_segments(pool_handles: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return the first and past-the-end addresses of the memory of graph pools.
+
+    Taken from the snapshot of all memory: ``torch.cuda.memory_snapshot(handle)`` gives away references to the numbers
+    of the handle that it does not own (seen in 2.11 and 2.13). From 257 on these are no immortal integers, and the
+    process dies of it later, in whatever allocates integers.
+    """
+    return [
+        (segment["address"], segment["address"] + segment["total_size"])
+        for segment in torch.cuda.memory_snapshot()
+        if segment["segment_pool_id"] in pool_handles
+    ]
+
+
 # --- ambient state ----------------------------------------------------------------------------------------------------
 
 

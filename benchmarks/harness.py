@@ -340,10 +340,11 @@ def _output(*command: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit measured, marked where the working tree differs; BENCHMARK_COMMIT where there is no git."""
+    """Return the commit measured, marked where the working tree differs; BENCHMARK_COMMIT names that of a copy."""
+    named = os.environ.get("BENCHMARK_COMMIT")
     commit = _output("git", "rev-parse", "--short=12", "HEAD")
-    if commit is None:
-        return os.environ.get("BENCHMARK_COMMIT")
+    if named is not None or commit is None:
+        return named
     return commit + ("+changes" if _output("git", "status", "--porcelain", "--", "bcg", "benchmarks") else "")
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import bcg
 from bcg import probes
 from bcg.autotune import EAGER, GRAPH, Tuner
-from bcg.patching import redirected
+from bcg.functions import redirected
 from bcg.recipe import Recipe
 
 diffusers = pytest.importorskip("diffusers")
@@ -108,7 +108,7 @@ def test_other_threads_go_on_with_their_own_backend() -> None:
         with torch.no_grad():
             results.append(module(x))
 
-    with redirected(*probes.attention_redirection(MATH)), torch.no_grad():
+    with redirected(probes.attention_redirection(MATH)), torch.no_grad():
         thread = threading.Thread(target=serve)
         thread.start()
         thread.join()

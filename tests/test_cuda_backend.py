@@ -173,6 +173,10 @@ def test_a_pool_without_graphs_has_no_memory_that_could_be_referred_to_by_addres
     assert pool.address_ranges() == [] and pool.bytes() == 0
 
 
+def segment_of(handle: int) -> dict[str, int]:
+    return {"address": 100 * handle, "total_size": 10, "segment_pool_id": handle}
+
+
 @pytest.mark.parametrize(("recorded_on", "handles"), [(True, [1, 2]), (False, [1, 1])])
 def test_a_handle_for_which_torch_still_records_is_captured_into_no_more_and_its_memory_stays_known(
     recorded_on: bool, handles: list[int], pool: CudaPool, monkeypatch: pytest.MonkeyPatch
@@ -180,7 +184,7 @@ def test_a_handle_for_which_torch_still_records_is_captured_into_no_more_and_its
     released: list[int] = []
     monkeypatch.setattr(_torch, "end_allocate_to_pool", lambda device, handle: recorded_on)
     monkeypatch.setattr(_torch, "release_pool", lambda device, handle: released.append(handle))
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda handle: [{"address": 100 * handle, "total_size": 10}])
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment_of(handle) for handle in (1, 2, 3)])
     monkeypatch.setattr(cuda, "_abandoned", [])
     monkeypatch.setattr(cuda, "_replace_generator_state", lambda device: None)
     alive = captured_in(pool, draws_random=True)

@@ -21,7 +21,8 @@ from bcg.host_random import HostRandomWatch
     [random.random, lambda: random.uniform(0, 1), lambda: random.seed(3), lambda: random.choice([1, 2])],
     ids=["random", "uniform", "seed", "choice"],
 )
-def test_a_draw_from_pythons_random_numbers_is_noticed_and_put_back(draw: Any) -> None:
+def test_a_draw_from_pythons_random_numbers_is_noticed_and_put_back(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # whatever other tests have left running
     state = random.getstate()
     with HostRandomWatch() as watch:
         draw()
@@ -64,7 +65,10 @@ def test_a_state_that_is_set_to_what_it_was_is_no_draw_and_another_one_is() -> N
     assert random.getstate() == state
 
 
-def test_a_draw_through_a_kept_function_is_noticed_where_no_other_thread_could_have_made_it() -> None:
+def test_a_draw_through_a_kept_function_is_noticed_where_no_other_thread_could_have_made_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
     kept = [random.random]
     with HostRandomWatch() as watch:
         kept[0]()

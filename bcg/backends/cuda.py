@@ -129,9 +129,7 @@ class CudaPool:
         """Return the first and past-the-end addresses of the pool's memory; none where no graph lives in it."""
         if self.live_segments == 0:
             return []
-        handles = [*self._spent_handles, *([] if self._handle is None else [self._handle])]
-        segments = [segment for handle in handles for segment in torch.cuda.memory_snapshot(handle)]
-        return [(segment["address"], segment["address"] + segment["total_size"]) for segment in segments]
+        return _torch.pool_segments([*self._spent_handles, *([] if self._handle is None else [self._handle])])
 
     def bytes(self) -> int:
         """Return the device bytes that the pool holds; 0 where no graph lives in it."""

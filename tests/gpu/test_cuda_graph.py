@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 
 import pytest
@@ -160,7 +161,7 @@ def test_a_failed_capture_leaves_the_process_healthy_and_no_memory_behind(fault)
             big = [x * n for n in range(16)]
             fault(big[-1])
 
-    reserved = []
+    reserved, unused_before = [], torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     for _ in range(5):
         with pytest.raises(BaseException) as caught:
             attempt()
@@ -175,7 +176,8 @@ def test_a_failed_capture_leaves_the_process_healthy_and_no_memory_behind(fault)
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved())
     assert reserved[-1] <= reserved[0]
-    assert reserved[-1] < torch.cuda.memory_allocated() + (96 << 20)
+    # Beside what other tests have left in pieces.
+    assert reserved[-1] - torch.cuda.memory_allocated() < unused_before + (96 << 20)
 
 
 def test_another_thread_draws_random_numbers_while_a_capture_without_any_is_open():
@@ -230,3 +232,20 @@ def test_random_numbers_go_on_in_every_replay():
     torch.manual_seed(3)
     assert torch.equal(first, torch.randn_like(x))
     assert torch.equal(second, torch.randn_like(x))
+
+
+def test_a_look_at_a_pools_memory_leaves_the_numbers_of_its_handle_alone():
+    """torch.cuda.memory_snapshot(handle) gives away references to them, and from 257 on they can die of it."""
+    for _ in range(300):
+        torch.cuda.graph_pool_handle()
+    pool = new_pool()
+    x = torch.ones(8, device=DEVICE)
+    with bcg.BreakableCUDAGraphCapture(pool=pool) as graph:
+        _ = x + 1
+    assert graph.segments == 1
+    number = pool.handle()[1]
+    assert number > 256
+    before = sys.getrefcount(number)
+    for _ in range(3):
+        assert pool.bytes() > 0
+    assert sys.getrefcount(number) == before
