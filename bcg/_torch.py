@@ -142,13 +142,14 @@ def release_pool(device: torch.device, pool_handle: Any) -> None:
 def pool_segments(pool_handles: Sequence[Any]) -> list[tuple[int, int]]:
     """Return the first and past-the-end addresses of the memory of graph pools.
 
-    Taken from the snapshot of all memory: ``torch.cuda.memory_snapshot(handle)`` gives away references to the numbers
-    of the handle that it does not own (seen in 2.11 and 2.13). From 257 on these are no immortal integers, and the
-    process dies of it later, in whatever allocates integers.
+    Taken from the snapshot of all memory, asked for without arguments: ``torch.cuda.memory_snapshot`` passes a tuple,
+    and gives away references to its elements that it does not own (seen in 2.11 and 2.13). Where these are no immortal
+    objects, which are integers from 257 on and before Python 3.12 all of them, the process dies of it later.
     """
+    segments = torch._C._cuda_memorySnapshot(None)["segments"]
     return [
         (segment["address"], segment["address"] + segment["total_size"])
-        for segment in torch.cuda.memory_snapshot()
+        for segment in segments
         if segment["segment_pool_id"] in pool_handles
     ]
 

@@ -184,7 +184,8 @@ def test_a_handle_for_which_torch_still_records_is_captured_into_no_more_and_its
     released: list[int] = []
     monkeypatch.setattr(_torch, "end_allocate_to_pool", lambda device, handle: recorded_on)
     monkeypatch.setattr(_torch, "release_pool", lambda device, handle: released.append(handle))
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment_of(handle) for handle in (1, 2, 3)])
+    memory = {"segments": [segment_of(handle) for handle in (1, 2, 3)]}
+    monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", {None: memory}.__getitem__, raising=False)
     monkeypatch.setattr(cuda, "_abandoned", [])
     monkeypatch.setattr(cuda, "_replace_generator_state", lambda device: None)
     alive = captured_in(pool, draws_random=True)

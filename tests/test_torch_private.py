@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -121,3 +122,12 @@ def test_a_graph_break_under_fullgraph_raises_one_of_the_named_errors() -> None:
 
     with pytest.raises(_torch.graph_break_errors()):
         torch.compile(breaking, backend="aot_eager", fullgraph=True)(torch.ones(2))
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_cuda_memorySnapshot"), reason="this torch is built without CUDA")
+def test_a_look_at_graph_pools_gives_no_reference_to_their_handles_away() -> None:
+    handle = (0, int("123456789"))
+    before = sys.getrefcount(handle[1])
+    for _ in range(3):
+        assert _torch.pool_segments([handle]) == []
+    assert sys.getrefcount(handle[1]) == before
