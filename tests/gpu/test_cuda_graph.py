@@ -248,4 +248,5 @@ def test_a_look_at_a_pools_memory_leaves_the_numbers_of_its_handle_alone():
     before = sys.getrefcount(number)
     for _ in range(3):
         assert pool.bytes() > 0
-    assert sys.getrefcount(number) == before
+    after = sys.getrefcount(number)
+    assert after == before
