@@ -329,11 +329,13 @@ class Arms:
     Args:
         module: The transformer.
         dynamic: Given to ``torch.compile``: None for its own default, False for one compilation a shape.
+        keep_caches: Compile with the compiler's caches as the environment has them; nothing is a cold start then.
     """
 
-    def __init__(self, module: nn.Module, dynamic: bool | None = None) -> None:
+    def __init__(self, module: nn.Module, dynamic: bool | None = None, *, keep_caches: bool = False) -> None:
         self._module = module
         self._dynamic = dynamic
+        self._keep_caches = keep_caches
         self._open: list[Arm] = []
         self._caches: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -346,7 +348,7 @@ class Arms:
     @contextlib.contextmanager
     def cold(self, arm: Arm) -> Iterator[None]:
         """Let what an arm compiles inside miss the compiler's caches on disk, so that a cold start is one."""
-        if arm.exact:
+        if arm.exact or self._keep_caches:
             yield
             return
         from torch._inductor import utils
