@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
             report.notes.append(
                 "Compiled code comes from the caches on disk where they have it: its cold starts were not measured."
                 if options.keep_caches
-                else "Cold starts leave out the compiler's own start; every arm compiles for itself, without disk caches."
+                else "Cold starts leave out the compiler's start; every arm compiles for itself, without disk caches."
             )
         try:
             for name in asked.models:
