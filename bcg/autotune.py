@@ -84,6 +84,7 @@ def arm_of(recipe: Recipe, config: RunnerConfig) -> str:
     words = [config.compile]
     words += [] if config.compile_backend == "inductor" else [config.compile_backend]
     words += [] if config.compile_mode == "default" else [config.compile_mode]
+    words += [f"{name}={value}" for name, value in sorted(config.compile_options.items())]
     words += [] if config.compile_dynamic != "yes" else ["dynamic"]
     words += ["static"] if recipe.static_shapes or config.compile_dynamic == "no" else []
     return f"{GRAPH}+{' '.join(words)}"

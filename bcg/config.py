@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -51,6 +52,24 @@ def _parse_names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def _parse_settings(text: str) -> dict[str, Any]:
+    settings = {}
+    for part in _parse_names(text):
+        name, separator, value = part.partition("=")
+        if not separator:
+            raise ValueError(part)
+        settings[name.strip()] = _parse_setting(value.strip())
+    return settings
+
+
+def _parse_setting(text: str) -> Any:
+    """Read true, false, a number, or text."""
+    for parse in ({"true": True, "false": False}.__getitem__, int, float):
+        with contextlib.suppress(KeyError, ValueError):
+            return parse(text.lower())
+    return text
+
+
 def _optional(form: _Form) -> _Form:
     return _Form(
         form.accepted + ", or 'none'",
@@ -72,9 +91,16 @@ _NAMES: Final = _Form(
     _parse_names,
     lambda value: isinstance(value, tuple) and all(isinstance(name, str) for name in value),
 )
+_SETTINGS: Final = _Form(
+    "settings by their names (name=value, separated by commas, in the environment)",
+    _parse_settings,
+    lambda value: isinstance(value, dict) and all(isinstance(name, str) and name for name in value),
+)
 
 
 def _option(default: Any, form: _Form) -> Any:
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, metadata={"form": form})
     return field(default=default, metadata={"form": form})
 
 
@@ -106,6 +132,9 @@ class RunnerConfig:
             Results are then close to eager, not equal; eager calls stay uncompiled. A call whose compiled code cannot
             be captured is captured without, with a warning.
         compile_mode: Inductor's mode; one that makes CUDA graphs of its own is refused.
+        compile_options: Inductor's options, as ``torch.compile(options=...)`` takes them, over those of the mode and
+            over bcg's own, ``{"combo_kernels": True}``: independent small kernels of a block then run as one, which
+            was measured to pay (docs/DESIGN.md, "Compiled code"). Nothing for other backends.
         compile_backend: torch.compile's backend.
         compile_dynamic: ``auto`` (static shapes first, one dynamic version when another shape comes; with autotuning,
             code for each shape instead where that was measured to be faster on the second), ``yes``, or ``no``, which
@@ -148,6 +177,7 @@ class RunnerConfig:
     module_breaks: bool = _option(True, _BOOL)
     compile: str = _option("off", _choice("off", "blocks", "model"))
     compile_mode: str = _option("default", _refusing(_MODES, frozenset({"reduce-overhead", "max-autotune"})))
+    compile_options: Mapping[str, Any] = _option({}, _SETTINGS)
     compile_backend: str = _option("inductor", _refusing(_TEXT, frozenset({"cudagraphs"})))
     compile_dynamic: str = _option("auto", _choice("auto", "yes", "no"))
     compile_cache: str | None = _option(None, _optional(_TEXT))

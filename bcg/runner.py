@@ -75,7 +75,7 @@ class BreakableCudaGraphRunner(BaseRunner):
 
     Raises:
         BackendError: The config names a backend that cannot run here.
-        ConfigError: The config names an eager function that does not exist.
+        ConfigError: The config names an eager function, or an option of the compiler, that does not exist.
     """
 
     def __init__(

@@ -242,7 +242,7 @@ def test_what_cannot_be_compiled_is_captured_as_it_is_and_exact(
 
 
 def test_a_result_that_compiled_code_moves_too_far_is_captured_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(name: str, mode: str) -> Callable[[Any, Any], Any]:
+    def wrong(name: str, mode: str, options: Any) -> Callable[[Any, Any], Any]:
         return lambda graph, inputs: lambda *args: tuple(tensor + 1 for tensor in graph(*args))
 
     monkeypatch.setattr(_torch, "compiler_backend", wrong)
@@ -254,7 +254,7 @@ def test_a_result_that_compiled_code_moves_too_far_is_captured_without(monkeypat
 
 
 def test_memory_that_is_missing_is_no_property_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(name: str, mode: str) -> Callable[[Any, Any], Any]:
+    def full(name: str, mode: str, options: Any) -> Callable[[Any, Any], Any]:
         raise torch.OutOfMemoryError("no room (simulated)")
 
     monkeypatch.setattr(_torch, "compiler_backend", full)
@@ -300,7 +300,7 @@ def shapes_compiled(dynamic: str, static: bool, monkeypatch: pytest.MonkeyPatch)
     """Return for each compilation that three shapes need whether it is for all shapes."""
     seen: list[bool] = []
 
-    def observing(name: str, mode: str) -> Callable[[Any, Any], Any]:
+    def observing(name: str, mode: str, options: Any) -> Callable[[Any, Any], Any]:
         def compile_graph(graph: Any, inputs: Any) -> Any:
             seen.append(any(isinstance(one, torch.SymInt) for one in inputs))
             return graph
@@ -331,3 +331,40 @@ def test_shapes_are_compiled_as_the_config_and_the_recipe_say(
     dynamic: str, static: bool, compiled: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert shapes_compiled(dynamic, static, monkeypatch) == compiled
+
+
+def options_seen(monkeypatch: pytest.MonkeyPatch, **config: Any) -> dict[str, Any]:
+    """Return the options that the compiler is given for a capture."""
+    seen: list[dict[str, Any]] = []
+
+    def observing(name: str, mode: str, options: dict[str, Any]) -> Callable[[Any, Any], Any]:
+        seen.append(options)
+        return lambda graph, inputs: graph
+
+    monkeypatch.setattr(_torch, "compiler_backend", observing)
+    runner = bcg.wrap(Model(), compile="blocks", compile_backend=f"observing {config}", **config)
+    with torch.no_grad():
+        assert runner.capture(torch.randn(4, 8))
+    return seen[0]
+
+
+def test_small_kernels_are_compiled_into_one_unless_the_config_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_seen(monkeypatch) == {"combo_kernels": True}
+    given = {"combo_kernels": False, "triton.multi_kernel": 1}
+    assert options_seen(monkeypatch, compile_options=given) == given
+
+
+def test_an_option_that_the_compiler_lacks_is_refused_before_anything_runs() -> None:
+    with pytest.raises(bcg.ConfigError, match=r"no_such_option.*list_options"):
+        bcg.wrap(Model(), compile="blocks", compile_options={"no_such_option": 1})
+
+
+def test_runners_of_other_options_do_not_share_compiled_code() -> None:
+    first, second = (
+        bcg.wrap(Model(), compile="blocks", compile_options={"combo_kernels": on}, **ARGUMENTS) for on in (False, True)
+    )
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert first.capture(x)
+        assert second.capture(x)
+    assert kept_code(first) is not kept_code(second)
