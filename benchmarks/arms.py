@@ -282,6 +282,32 @@ class BcgBlocksArm(BcgArm):
     options: ClassVar[dict[str, Any]] = {"compile": "blocks"}
 
 
+class BcgBlocksAloneArm(BcgBlocksArm):
+    """Likewise, without bcg's own options of the compiler: what `bcg_blocks` gains by them."""
+
+    name = "bcg_blocks_inductor"
+    options: ClassVar[dict[str, Any]] = {"compile": "blocks", "compile_options": {"combo_kernels": False}}
+
+
+class BcgModelArm(BcgBlocksArm):
+    """Wrap the module with bcg, which compiles all of its forward for captures alone."""
+
+    name = "bcg_model"
+    options: ClassVar[dict[str, Any]] = {"compile": "model"}
+
+
+class BcgAutotunedArm(BcgBlocksArm):
+    """Wrap the module with bcg, which measures all that it may choose among and keeps the fastest."""
+
+    name = "bcg_autotuned"
+    options: ClassVar[dict[str, Any]] = {
+        "compile": "blocks",
+        "autotune": True,
+        "autotune_cache": False,
+        "attention_backends": ("installed",),
+    }
+
+
 class CompileArm(Arm):
     """Compile the whole model with ``torch.compile``."""
 
@@ -318,7 +344,20 @@ class ReduceOverheadArm(CompileArm):
 
 
 ARMS: dict[str, type[Arm]] = {
-    arm.name: arm for arm in (Arm, GraphArm, PypiArm, BcgArm, BlocksArm, BcgBlocksArm, CompileArm, ReduceOverheadArm)
+    arm.name: arm
+    for arm in (
+        Arm,
+        GraphArm,
+        PypiArm,
+        BcgArm,
+        BlocksArm,
+        BcgBlocksArm,
+        BcgBlocksAloneArm,
+        BcgModelArm,
+        BcgAutotunedArm,
+        CompileArm,
+        ReduceOverheadArm,
+    )
 }
 DEFAULT_ARMS = ("eager", "graph", "bcg")
 

@@ -477,15 +477,20 @@ def _plain(value: Any) -> str:
 
 def command_line(module: str, arguments: Iterable[str]) -> str:
     """Return the command that was run; where its results went is no part of it."""
-    kept = list(arguments)
-    for index, argument in enumerate(kept):
-        if argument == "--json":
-            del kept[index : index + 2]
-            break
-        if argument.startswith("--json="):
-            del kept[index]
-            break
+    kept = without(arguments, "--json")
     return shlex.join(["python", "-m", f"benchmarks.{module}", *kept])
+
+
+def without(arguments: Iterable[str], *options: str) -> list[str]:
+    """Return a command line without some options and their values."""
+    kept: list[str] = []
+    is_value = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if not is_value and name not in options:
+            kept.append(argument)
+        is_value = not is_value and name in options and not equals
+    return kept
 
 
 # ---------------------------------------------------------------------------------------------------------- script

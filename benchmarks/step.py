@@ -15,10 +15,12 @@ whole forward with copies in and a cloned output, ``graph_replay`` the same grap
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -27,6 +29,7 @@ from benchmarks import harness
 from benchmarks.arms import ARMS, DEFAULT_ARMS, Arm, Arms, start_compiler
 from benchmarks.harness import Column, Comparison, Deadline, Memory, Report, Timings, Turn, get, mib, verified
 from benchmarks.models import MODELS, Built, Call, Shape, build
+from benchmarks.together import Gate, run_together
 
 FRESH_SEEDS: Final = (101, 102)
 """Seeds of the inputs that results are compared on; the first call and the timing use seed 0."""
@@ -82,6 +85,17 @@ class Options:
     dynamic: bool | None
     keep_caches: bool
     deadline: Deadline
+    only: tuple[str, ...] = ()
+    gate: Gate | None = None
+
+    def wants(self, shape: Shape) -> bool:
+        """Tell whether a shape is to be measured."""
+        return shape.load in self.loads and (not self.only or shape.name in self.only)
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether first calls tell how long a cold start takes."""
+        return not self.keep_caches and self.gate is None
 
 
 class ModelRun:
@@ -96,7 +110,7 @@ class ModelRun:
         self._built = built
         self._options = options
         self._clock = harness.clock_for(built.device)
-        self._shapes = [shape for shape in built.shapes if shape.load in options.loads]
+        self._shapes = [shape for shape in built.shapes if options.wants(shape)]
         self._arms = Arms(built.module, options.dynamic, keep_caches=options.keep_caches)
         self._started: list[Arm] = []
         self._rows: dict[tuple[str, str], Row] = {}
@@ -111,6 +125,8 @@ class ModelRun:
                 self._tflop[shape.name] = self._count(shape)
             for name in self._options.arms:
                 self._start(name)
+            if self._options.gate is not None:
+                self._options.gate.wait()
             for shape in self._shapes:
                 self._time(shape)
         finally:
@@ -164,7 +180,7 @@ class ModelRun:
         begin = time.perf_counter()
         arm.start(shape.name, call)
         self._clock.synchronize()
-        if arm.exact or not self._options.keep_caches:
+        if self._options.is_cold:
             row.cold_start_s = time.perf_counter() - begin
         for _ in range(arm.settling):
             arm.run(shape.name, call)
@@ -278,11 +294,38 @@ def _parser() -> Any:
         "--dynamic", choices=("auto", "no"), default="auto", help="torch.compile's shapes: its default, or all static"
     )
     parser.add_argument(
+        "--only", type=_names, default=(), metavar="SHAPES", help="only these shapes: 256x256,1024x1024"
+    )
+    parser.add_argument(
+        "--together",
+        type=float,
+        metavar="SECONDS",
+        help="compile all models at once, a process each, for so long at most, then time them in turns; no cold starts",
+    )
+    parser.add_argument("--gate", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument(
         "--keep-caches",
         action="store_true",
         help="compile with the caches that TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR name; no cold starts then",
     )
     return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def measure_together(asked: argparse.Namespace, arguments: Sequence[str], report: Report) -> None:
+    """Measure every model in a process of its own: compile all at once, time one after another."""
+    own = harness.without(arguments, "--together", "--models", "--json")
+    commands = {name: ["benchmarks.step", *own, "--models", name] for name in asked.models}
+    for name, result in run_together(commands, prepare_s=asked.together).items():
+        if isinstance(result, str):
+            report.notes.append(f"{MODELS[name].title}: {result}.")
+            continue
+        report.rows += result["rows"]
+        report.notes += [note for note in result["notes"] if note not in report.notes]
+    report.notes.append("All models were built and compiled at once, and timed in turns while the others waited.")
 
 
 def main(arguments: Sequence[str] | None = None) -> Report:
@@ -306,16 +349,22 @@ def main(arguments: Sequence[str] | None = None) -> Report:
         dynamic=None if asked.dynamic == "auto" else False,
         keep_caches=asked.keep_caches,
         deadline=Deadline(asked.time_box),
+        only=asked.only,
+        gate=Gate(asked.gate.parent, asked.gate.name) if asked.gate is not None else None,
     )
     report = Report("One transformer step", harness.machine(options.device), harness.command_line("step", arguments))
+    if asked.together is not None:
+        measure_together(asked, arguments, report)
+        report.write(asked.json)
+        report.show(COLUMNS)
+        return report
     with torch.no_grad():
         if any(not ARMS[arm].exact for arm in options.arms):
             start_compiler(options.device)
-            report.notes.append(
-                "Compiled code comes from the caches on disk where they have it: its cold starts were not measured."
-                if options.keep_caches
-                else "Cold starts leave out the compiler's start; every arm compiles for itself, without disk caches."
-            )
+            if options.is_cold:
+                report.notes.append(
+                    "Cold starts leave out the compiler's start; every arm compiles for itself, without disk caches."
+                )
         try:
             for name in asked.models:
                 if options.deadline.passed:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # benchmarks/ is run from the repository and is not installed
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import arms, breaks, cold, harness, memory, models, pipeline, step  # noqa: E402
+from benchmarks import arms, breaks, cold, harness, memory, models, pipeline, step, together  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -106,6 +106,10 @@ class TestHarness:
         got = harness.command_line("step", ["--tiny", "--json", "/somewhere/x.json", "--models", "flux"])
         assert got == "python -m benchmarks.step --tiny --models flux"
 
+    def test_options_are_left_out_with_their_values_in_both_spellings(self) -> None:
+        given = ["--models", "flux,sd35", "--tiny", "--json=x", "--together", "9", "--budget", "1"]
+        assert harness.without(given, "--models", "--json", "--together") == ["--tiny", "--budget", "1"]
+
     def test_unknown_names_are_refused_with_the_known_ones(self) -> None:
         with pytest.raises(Exception, match="choose from eager, graph"):
             harness.choice_list("eager", "graph")("eager,grpah")
@@ -127,6 +131,39 @@ class TestCompiledBlocks:
         assert harness.compare(got, want).exact
         assert [dict(part.__dict__).keys() for part in built.module.modules()] == [facts.keys() for facts in before]
         torch.compiler.reset()
+
+
+class TestTogether:
+    """Processes that note when they enter their turn, and when they leave it."""
+
+    TURN = (
+        "import sys, time, pathlib; from benchmarks.together import Gate; "
+        "gate, out = (pathlib.Path(sys.argv[sys.argv.index(name) + 1]) for name in ('--gate', '--json')); "
+        "Gate(gate.parent, gate.name).wait(); start = time.monotonic(); time.sleep(0.3); "
+        'out.write_text(\'{"start": %r, "end": %r}\' % (start, time.monotonic()))'
+    )
+
+    def script(self, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: str) -> list[str]:
+        (folder / f"{name}.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", f"{folder}:{harness.ROOT}")
+        return [name]
+
+    def test_turns_do_not_overlap(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        command = self.script(tmp_path, monkeypatch, "takes_a_turn", self.TURN)
+        first, second = together.run_together({"a": command, "b": command}, prepare_s=60).values()
+        assert isinstance(first, dict) and isinstance(second, dict)
+        assert first["end"] <= second["start"]
+
+    def test_what_fails_or_is_late_is_told_and_the_rest_goes_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        good = self.script(tmp_path, monkeypatch, "takes_a_turn", self.TURN)
+        bad = self.script(tmp_path, monkeypatch, "fails", "raise SystemExit('no such thing')")
+        late = self.script(tmp_path, monkeypatch, "sleeps", "import time; time.sleep(100)")
+        reports = together.run_together({"bad": bad, "late": late, "good": good}, prepare_s=20)
+        assert reports["bad"] == "no such thing"
+        assert reports["late"] == "not prepared after 20 s of compiling"
+        assert isinstance(reports["good"], dict)
 
 
 class TestScripts:
@@ -160,6 +197,23 @@ class TestScripts:
         report = step.main(["--tiny", "--device", "cpu", "--budget", "0", "--models", "flux", "--arms", "broken,eager"])
         statuses = {(row["arm"], row["status"]) for row in report.rows}
         assert statuses == {("broken", "error: RuntimeError: no such thing"), ("eager", "ok")}
+
+    def test_models_are_prepared_together_and_timed_in_turns(self) -> None:
+        report = step.main(
+            [
+                "--tiny",
+                "--device=cpu",
+                "--budget=0",
+                "--models=flux,sd35",
+                "--arms=eager,bcg",
+                "--only=64x64",
+                "--together=120",
+            ]
+        )
+        assert [(row["model"], row["arm"], row["status"]) for row in report.rows] == [
+            (model, arm, "ok") for model in ("flux", "sd35") for arm in ("eager", "bcg")
+        ]
+        assert all(row["cold_start_s"] is None and row["step_ms"]["n"] >= harness.LEAST_ROUNDS for row in report.rows)
 
     def test_breaks_counts_every_attention_call(self) -> None:
         report = breaks.main(["--tiny", "--device", "cpu", "--budget", "0"])
