@@ -7,15 +7,36 @@ calls every one on the installed torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator as HigherOrderOperator  # the class of `torch.cond` and its like
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._device import DeviceContext as DeviceContext  # what `with torch.device(...)` is; nothing public
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch documents it, at this place
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees every operation, and beside which dynamo compiles as if it were not there.
+
+    `torch.cond`, `flex_attention` and every function that a user compiled enter dynamo by themselves. Dynamo gives up
+    on a frame that it meets beside an ordinary mode, and for good: the function is never compiled again in the process,
+    and one that must be compiled whole raises from then on, also in eager calls. Beside a mode that ignores what is
+    compiled it goes on, with the mode off while it traces; what compiled code dispatches still arrives here.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell dynamo that it may compile beside this mode."""
+        return True
 
 
 class WrittenArgument(NamedTuple):
@@ -312,8 +333,8 @@ def compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def compiler_backend(name: str, mode: str) -> Callable[[Any, Any], Any]:
-    """Return what compiles one graph: a backend of torch.compile by name, and inductor in one of its modes.
+def compiler_backend(name: str, mode: str, options: Mapping[str, Any]) -> Callable[[Any, Any], Any]:
+    """Return what compiles one graph: a backend of torch.compile by name, and inductor with a mode and options.
 
     `torch.compile` takes either a name with a mode or a callable. Only a callable lets its caller hold what was made,
     and inductor must not make CUDA graphs of its own, whatever the process has set in its config.
@@ -325,7 +346,14 @@ def compiler_backend(name: str, mode: str) -> Callable[[Any, Any], Any]:
         return compile_graph
     from torch._inductor import list_mode_options
 
-    return partial(compile_graph, config_patches={**list_mode_options(mode), "triton.cudagraphs": False})
+    return partial(compile_graph, config_patches={**list_mode_options(mode), **options, "triton.cudagraphs": False})
+
+
+def unknown_compiler_options(names: Iterable[str]) -> list[str]:
+    """Return which names are none of inductor's options."""
+    from torch._inductor import list_options
+
+    return sorted(set(names) - set(list_options()))
 
 
 @contextlib.contextmanager

@@ -570,9 +570,9 @@ class CaptureRun(Watch):
         return result
 
 
-class _DispatchMode(_torch.TorchDispatchMode):
+class _DispatchMode(_torch.DispatchMode):
     def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+        super().__init__()
         self._watch = watch
 
     def __torch_dispatch__(
@@ -581,6 +581,9 @@ class _DispatchMode(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._watch.active():
             return func(*args, **kwargs)
+        if isinstance(func, _torch.HigherOrderOperator):
+            # It takes functions, and may choose between them by a value.
+            return self._watch.opaque(func, args, kwargs, name=func.name(), place=where(), kind="break")
         if self._watch.is_composite(func):
             # Under inference mode composite operations arrive whole, and could hide a host read or a copy.
             with self:

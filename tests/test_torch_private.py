@@ -92,16 +92,22 @@ def test_inductor_makes_no_graphs_of_its_own_whatever_the_process_has_set(
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(compile_fx, "compile_fx", lambda *args, config_patches: seen.append(config_patches))
     with config.patch({"triton.cudagraphs": True}):
-        _torch.compiler_backend("inductor", mode)(None, None)
+        options = {"combo_kernels": True, "triton.cudagraphs": True}
+        _torch.compiler_backend("inductor", mode, options)(None, None)
+    assert seen[0]["combo_kernels"] is True
     assert seen[0]["triton.cudagraphs"] is False
     assert seen[0].keys() <= config.get_config_copy().keys()
     assert bool(seen[0].get("max_autotune")) == (mode != "default")
 
 
 def test_other_compilers_are_found_by_name() -> None:
-    assert callable(_torch.compiler_backend("aot_eager", "default"))
+    assert callable(_torch.compiler_backend("aot_eager", "default", {}))
     with pytest.raises(Exception, match="no such compiler"):
-        _torch.compiler_backend("no such compiler", "default")
+        _torch.compiler_backend("no such compiler", "default", {})
+
+
+def test_options_that_inductor_lacks_are_told() -> None:
+    assert _torch.unknown_compiler_options(["combo_kernels", "no_such_thing", "triton.cudagraphs"]) == ["no_such_thing"]
 
 
 def test_compiled_graphs_are_counted_and_the_recompile_limit_is_raised_for_a_while() -> None:

@@ -93,13 +93,13 @@ class TapeSegment:
 
 
 @dataclass
-class _RecordingMode(_torch.TorchDispatchMode):
+class _RecordingMode(_torch.DispatchMode):
     """Runs and records every operation while `operations` is a list."""
 
     operations: list[_Operation | _Constant] | None = field(default=None)
 
     def __post_init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+        super().__init__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -107,6 +107,11 @@ class _RecordingMode(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         if self.operations is None:
             return func(*args, **kwargs)
+        if isinstance(func, _torch.HigherOrderOperator):
+            raise HostileOperationError(
+                f"{func.name()} takes functions and may choose between them, which a replay cannot: run it in a "
+                "function decorated with eager_on_graph, or capture with bcg.wrap, which makes it an eager break."
+            )
         if is_host_read(func):
             raise HostileOperationError(
                 f"{_torch.operator_name(func)} reads a tensor on the host inside a graph segment, where CUDA "
