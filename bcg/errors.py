@@ -11,6 +11,7 @@ BcgError
 │   ├── StateWriteError          the forward writes to something that outlives the call
 │   ├── SegmentLimitError        more segments than ``max_segments``
 │   ├── VerificationError        the captured entry does not reproduce eager
+│   │   └── InterferenceError    another thread drew random numbers during the comparison
 │   └── DoesNotPayError          eager is as fast as the captured entry
 ├── ReplayError            a captured graph could not be replayed
 │   └── GuardMiss                a recorded host value or shape is another one now
@@ -73,6 +74,10 @@ class SegmentLimitError(CaptureError):
 
 class VerificationError(CaptureError):
     """A captured entry, replayed on fresh inputs, does not reproduce eager."""
+
+
+class InterferenceError(VerificationError):
+    """A captured entry could not be verified, since another thread drew from a generator meanwhile."""
 
 
 class DoesNotPayError(CaptureError):

@@ -27,7 +27,7 @@ from bcg.cache import EntriesView, EntryCache
 from bcg.capture import Capturer, Seams
 from bcg.config import RunnerConfig
 from bcg.entry import Entry, EntryKey
-from bcg.errors import BcgError, CaptureError, ConfigError, GuardMiss, StateWriteError
+from bcg.errors import BcgError, CaptureError, ConfigError, GuardMiss, InterferenceError, StateWriteError
 from bcg.events import Events
 from bcg.explanation import Explanation, not_captured, other_guard_values
 from bcg.graph import current_capture
@@ -273,6 +273,8 @@ class BreakableCudaGraphRunner(BaseRunner):
             # Memory may be there for the next call; the module's own code raises in the eager call, too.
             self._self_counters.add("replay_failures")
             return
+        if not _may_be_of_replay(error):
+            raise error
         try:
             entry.pool.backend.synchronize(entry.pool.device)
         except Exception:
@@ -314,7 +316,7 @@ class BreakableCudaGraphRunner(BaseRunner):
             entry = self._charged_capture(call)
         except Exception as error:
             reason = str(error) if isinstance(error, BcgError) else f"{type(error).__name__}: {error}"
-            remember = not isinstance(error, torch.OutOfMemoryError)
+            remember = not isinstance(error, (torch.OutOfMemoryError, InterferenceError))  # the next try may succeed
             moving = error.moving if isinstance(error, StateWriteError) else moving
             # Frames of the failed capture hold its tensors; the eager call that follows needs their memory.
             traceback.clear_frames(error.__traceback__)
@@ -461,7 +463,13 @@ class BreakableCudaGraphRunner(BaseRunner):
         rejection = self._self_cache.rejection(key)
         if rejection is not None:
             return Explanation(f"runs eagerly: the capture was rejected: {rejection}")
-        return not_captured(list(self._self_cache.entries()), key)
+        entries = list(self._self_cache.entries())
+        if not any(entry.signature == key.signature for entry in entries):
+            # Where a forward changes the module's state, the rejection is filed under a state that will not come again.
+            earlier = self._self_cache.rejections().get(key.signature)
+            if earlier is not None:
+                return Explanation(f"runs eagerly: a capture in an earlier state of the module was rejected: {earlier}")
+        return not_captured(entries, key)
 
     def _explain_variants(self, variants: list[Entry], call: Call) -> str:
         misses: list[str] = []
@@ -793,6 +801,15 @@ def unwrap(runner: nn.Module) -> nn.Module:
         True
     """
     return runner.transformer if isinstance(runner, ModuleProxy) else runner
+
+
+def _may_be_of_replay(error: Exception) -> bool:
+    """Tell whether a replay may have raised an error, and not a signal handler of the user's (a time limit) meanwhile.
+
+    Segments raise torch's errors, built-in ones and bcg's own; eager would not have kept any other from its caller.
+    """
+    package = type(error).__module__.partition(".")[0]
+    return package in ("torch", "builtins", "bcg") and not isinstance(error, TimeoutError)
 
 
 def _is_number(signature: Signature, path: str) -> bool:
