@@ -108,6 +108,11 @@ class EntryCache:
         for entry in variants:
             entry.reset()
 
+    def drop_stale(self, key: EntryKey) -> None:
+        """Give back the variants of a signature where one of them cannot be replayed any more."""
+        if any(entry.graph.is_stale for entry in self.peek(key)):
+            self.drop(key)
+
     def drop_entries(self) -> None:
         """Give everything back."""
         for key in list(self._variants):

@@ -106,6 +106,11 @@ class BreakableCUDAGraph:
         return sum(isinstance(step, GuardStep) for step in self.steps)
 
     @property
+    def is_stale(self) -> bool:
+        """Whether a replay would raise, since a segment draws random numbers from what is another one now."""
+        return any(step.is_stale for step in self.steps)
+
+    @property
     def break_bytes(self) -> int:
         """Bytes of the static tensors that hold results of eager breaks."""
         return sum(step.static_bytes() for step in self.steps if isinstance(step, EagerStep))

@@ -409,6 +409,7 @@ class BreakableCudaGraphRunner(BaseRunner):
             return False
         with self._locked():
             key = self._key(call)
+            self._self_cache.drop_stale(key)
             if self._self_cache.find(key):
                 return True
             return self._module_allows(call) and self._capture(key, call) is not None

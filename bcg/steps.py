@@ -17,6 +17,10 @@ from bcg.source import Where
 class Step(Protocol):
     """A part of a breakable graph; a graph replays its steps without knowing their kind."""
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether a replay would raise, since what the step draws random numbers from is another one now."""
+
     def replay(self) -> None:
         """Run the step again."""
 
@@ -34,6 +38,8 @@ class EagerStep:
         name: What a user would call the step.
         where: Where the module calls it.
     """
+
+    is_stale = False  # draws as eager does
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, where: Where
@@ -121,6 +127,8 @@ class GuardStep:
         name: What a user would call the read.
         where: Where the module makes it.
     """
+
+    is_stale = False
 
     def __init__(self, read: Callable[[], Any], expected: Any, *, name: str, where: Where) -> None:
         self.name = name

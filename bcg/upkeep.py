@@ -156,6 +156,7 @@ class Upkeep:
                 host.events.emit(logging.WARNING, "refusal", f"not recaptured: {reason}", reason=reason)
                 return False
             key = host.key(call)
+            host.cache.drop_stale(key)
             variants = host.cache.peek(key)
             if host.cache.rejection(key) is not None or len(variants) >= host.max_variants:
                 return False

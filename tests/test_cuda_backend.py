@@ -135,7 +135,9 @@ def test_a_graph_that_draws_is_not_replayed_once_the_generator_has_left_its_stat
     monkeypatch.setattr(torch, "Generator", Mock())
     segment = captured_in(pool, draws_random=draws_random)
     segment.replay()
+    assert not segment.is_stale
     cuda._replace_generator_state(pool.device)
+    assert segment.is_stale is draws_random
     if draws_random:
         with pytest.raises(bcg.ReplayError, match="capture it again"):
             segment.replay()

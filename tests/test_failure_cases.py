@@ -199,6 +199,8 @@ def test_r4_out_of_memory_frees_the_failed_capture_before_the_eager_call() -> No
 class BrokenSegment:
     """A segment whose launch fails, as an asynchronous CUDA error shows."""
 
+    is_stale = False
+
     def replay(self) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered (simulated)")
 
@@ -265,6 +267,33 @@ def test_r5_a_graph_that_draws_is_dropped_and_captured_again(caplog: pytest.LogC
     torch.manual_seed(3)
     assert torch.equal(runner(x), want[0])
     assert runner.stats.replays == 1
+    assert_healthy()
+
+
+@pytest.mark.parametrize("again", ["capture", "recapture"])
+def test_r5_a_graph_that_was_parted_from_the_generator_is_not_taken_for_captured(again: str) -> None:
+    runner = bcg.wrap(Forward(lambda x: x + torch.rand_like(x)))
+    x = torch.randn(3)
+    assert runner.capture(x)
+    [entry] = runner.entries.values()
+
+    class StaleSegment(BrokenSegment):
+        is_stale = True
+
+        def replay(self) -> None:
+            raise bcg.ReplayError("the generator left the state (simulated): capture it again.")
+
+    entry.graph.steps.insert(0, StaleSegment())
+    assert "capture it again" in explained(runner, x)
+    assert runner.capture(x) if again == "capture" else runner.recapture() == 1
+    [fresh] = runner.entries.values()
+    assert fresh is not entry
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        want = [runner.transformer(x), torch.rand(2)]
+        torch.manual_seed(seed)
+        assert all(map(torch.equal, [runner(x), torch.rand(2)], want))
+    assert (runner.stats.replays, runner.stats.replay_failures) == (2, 0)
     assert_healthy()
 
 

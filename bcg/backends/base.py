@@ -15,6 +15,10 @@ from torch import Tensor
 class Segment(Protocol):
     """A captured run of operations between two eager breaks."""
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether a replay would raise, since what the segment draws random numbers from is another one now."""
+
     def replay(self) -> None:
         """Run the captured operations again on the same memory."""
 

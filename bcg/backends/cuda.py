@@ -42,6 +42,11 @@ class CudaSegment:
         self._left_states = left_states
         pool.segments.add(self)
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the default generator left the state that the graph draws from."""
+        return self._left_states not in (None, _left_states[self._pool.device.index])
+
     def replay(self) -> None:
         """Launch the graph on the current stream.
 
@@ -49,7 +54,7 @@ class CudaSegment:
             ReplayError: It would draw other random numbers than eager.
         """
         assert self._graph is not None
-        if self._left_states not in (None, _left_states[self._pool.device.index]):
+        if self.is_stale:
             # torch raises only where the old state is left marked as capturing.
             raise ReplayError(
                 "the graph draws random numbers from a state that the default generator left when a later capture "

@@ -80,6 +80,8 @@ class TapeSegment:
     def __init__(self, operations: list[_Operation | _Constant]) -> None:
         self._operations = operations
 
+    is_stale = False
+
     def replay(self) -> None:
         """Run the recorded operations again on the same memory."""
         # Inference mode lets one replay write both ordinary tensors and those recorded under inference mode.
