@@ -88,9 +88,10 @@ class Options:
     only: tuple[str, ...] = ()
     gate: Gate | None = None
 
-    def wants(self, shape: Shape) -> bool:
-        """Tell whether a shape is to be measured."""
-        return shape.load in self.loads and (not self.only or shape.name in self.only)
+    def wants(self, model: str, shape: Shape) -> bool:
+        """Tell whether a shape of a model is to be measured."""
+        named = [name for name in self.only if name.startswith(f"{model}:")]
+        return shape.load in self.loads and (not named or f"{model}:{shape.name}" in named)
 
     @property
     def is_cold(self) -> bool:
@@ -110,7 +111,7 @@ class ModelRun:
         self._built = built
         self._options = options
         self._clock = harness.clock_for(built.device)
-        self._shapes = [shape for shape in built.shapes if options.wants(shape)]
+        self._shapes = [shape for shape in built.shapes if options.wants(built.model.name, shape)]
         self._arms = Arms(built.module, options.dynamic, keep_caches=options.keep_caches)
         self._started: list[Arm] = []
         self._rows: dict[tuple[str, str], Row] = {}
@@ -294,7 +295,11 @@ def _parser() -> Any:
         "--dynamic", choices=("auto", "no"), default="auto", help="torch.compile's shapes: its default, or all static"
     )
     parser.add_argument(
-        "--only", type=_names, default=(), metavar="SHAPES", help="only these shapes: 256x256,1024x1024"
+        "--only",
+        type=_names,
+        default=(),
+        metavar="MODEL:SHAPE,...",
+        help="of these models only these shapes: flux:256x256,flux:1024x1024",
     )
     parser.add_argument(
         "--together",

@@ -206,7 +206,7 @@ class TestScripts:
                 "--budget=0",
                 "--models=flux,sd35",
                 "--arms=eager,bcg",
-                "--only=64x64",
+                "--only=flux:64x64,sd35:64x64",
                 "--together=120",
             ]
         )
