@@ -7,6 +7,8 @@ calls every one on the installed torch.
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -20,12 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):
-    """A mode that sees every operation, and beside which dynamo compiles as if it were not there.
+    """A mode that sees every operation, higher-order operators such as `torch.cond` among them.
 
-    `torch.cond`, `flex_attention` and every function that a user compiled enter dynamo by themselves. Dynamo gives up
-    on a frame that it meets beside an ordinary mode, and for good: the function is never compiled again in the process,
-    and one that must be compiled whole raises from then on, also in eager calls. Beside a mode that ignores what is
-    compiled it goes on, with the mode off while it traces; what compiled code dispatches still arrives here.
+    Enter `uncompiled` with it. Dynamo gives up on a frame that it meets beside an ordinary mode, and for good: the
+    function is never compiled again in the process, and one that must be compiled whole (`torch.cond`, `flex_attention`
+    compile themselves) raises from then on, also in eager calls. A mode that ignores what is compiled is no reason.
     """
 
     supports_higher_order_operators = True
@@ -35,8 +36,66 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell dynamo that it may compile beside this mode."""
+        """Tell dynamo not to give up a function for this mode."""
         return True
+
+
+class _Uncompiled(threading.local):
+    """Where on this thread functions that were compiled run as they are written."""
+
+    def __init__(self) -> None:
+        self.applies: list[Callable[[], bool]] = []
+
+
+_uncompiled = _Uncompiled()
+_uncompiled_lock = threading.Lock()
+_uncompiled_users = 0
+
+
+@contextlib.contextmanager
+def uncompiled(applies: Callable[[], bool]) -> Iterator[None]:
+    """Let functions that were compiled run as they are written, on this thread alone, while a block runs.
+
+    Kernels of compiled code do not dispatch, so nothing in them is seen: neither what they write nor what they read.
+    `torch.compiler.set_stance("force_eager")` is for all threads; this answers for one in the place that asks for it.
+
+    Args:
+        applies: Asked at each call of a compiled function.
+    """
+    global _uncompiled_users
+    from torch._dynamo import eval_frame
+
+    with _uncompiled_lock:
+        if _uncompiled_users == 0:
+            eval_frame._callback_from_stance = _uncompiled_callback(eval_frame._callback_from_stance)
+        _uncompiled_users += 1
+    _uncompiled.applies.append(applies)
+    try:
+        yield
+    finally:
+        _uncompiled.applies.remove(applies)
+        with _uncompiled_lock:
+            _uncompiled_users -= 1
+            if _uncompiled_users == 0:
+                eval_frame._callback_from_stance = eval_frame._callback_from_stance.__wrapped__  # type: ignore[attr-defined]
+
+
+def _uncompiled_callback(original: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def callback_from_stance(*args: Any, **kwargs: Any) -> Any:
+        if not any(applies() for applies in _uncompiled.applies):
+            return original(*args, **kwargs)
+        _count_no_graphs()
+        return None  # as in the stance "force_eager"
+
+    return callback_from_stance
+
+
+def _count_no_graphs() -> None:
+    """Let ``fullgraph=True`` pass without a graph: torch 2.13 counts them, and raises at none but in its own stance."""
+    count_from = getattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", None)
+    if count_from is not None:
+        count_from(-1)  # off, until the next function that is to be one graph
 
 
 class WrittenArgument(NamedTuple):

@@ -488,7 +488,7 @@ class Capturer:
     ) -> Any:  # fmt: skip
         if not dry.findings and not dry.reads_constants and not plan.watched:
             try:
-                with capture:
+                with capture, _torch.uncompiled(lambda: capture.in_segment):  # as in the dry run
                     return self._module(*args, **kwargs)
             except RuntimeError as error:
                 if isinstance(error, (CaptureError, torch.OutOfMemoryError)):

@@ -161,8 +161,8 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """See the operations of a block on this thread."""
-        with self.functions, self.dispatch:
+        """See the operations of a block on this thread, also those of functions that the user compiled."""
+        with self.functions, self.dispatch, _torch.uncompiled(self.active):
             yield
         if self.error is not None:
             raise self.error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from torch.nn.attention.flex_attention import flex_attention
 
 import bcg
@@ -89,13 +91,82 @@ def test_a_function_that_the_user_compiled_stays_compiled() -> None:
     with torch.no_grad():
         with bcg.warmup():
             runner(torch.randn(8, 16))
-        assert graphs, "nothing was compiled beside the modes"
         for _ in range(2):
             x = torch.randn(8, 16)
             assert torch.equal(runner(x), model(x))
         compiled = len(graphs)
+        assert compiled, "the eager call was not compiled any more"
         model(torch.randn(8, 16)), runner(torch.randn(8, 16))
     assert (runner.stats.replays, len(graphs)) == (3, compiled)
+    assert not hasattr(eval_frame._callback_from_stance, "__wrapped__")
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in a function that the user compiled."""
+
+    def __init__(self, bump: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.bump = bump
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bump(self.count, x)
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+def test_what_a_compiled_function_writes_is_seen(compiler: str) -> None:
+    def bump(count: Tensor, x: Tensor) -> Tensor:
+        count.add_(1)
+        return x + count
+
+    models = [Counting(torch.compile(bump, backend=compiler)) for _ in range(2)]
+    runner = bcg.wrap(models[0])
+    with torch.no_grad():
+        with bcg.warmup():
+            calls = [torch.randn(4)]
+            assert torch.equal(runner(calls[0]), models[1](calls[0]))
+        for _ in range(3):
+            x = torch.randn(4)
+            assert torch.equal(runner(x), models[1](x))
+            assert torch.equal(models[0].count, models[1].count)
+
+
+def test_what_a_compiled_function_reads_is_read_in_every_replay() -> None:
+    model = Model(torch.compile(lambda x: x))
+    table = torch.randn(32, 16)
+    model.forward = lambda ids: look_up(table, ids)  # type: ignore[method-assign]
+    look_up = torch.compile(lambda table, ids: table[ids] * 2 + 1)
+    runner = bcg.wrap(model)
+    with torch.no_grad():
+        with bcg.warmup():
+            runner(torch.arange(8))
+        for start in (0, 3, 7):
+            ids = torch.arange(start, start + 8)
+            assert torch.equal(runner(ids), model(ids))
+
+
+def test_a_function_that_must_be_one_graph_runs_as_it_is_written_meanwhile() -> None:
+    function = torch.compile(lambda x: x * 3, backend="eager", fullgraph=True)
+    with _torch.uncompiled(lambda: True):
+        assert function(torch.ones(2)).tolist() == [3, 3]
+    assert function(torch.ones(2)).tolist() == [3, 3]
+
+
+def test_other_threads_run_compiled_code_while_this_one_captures() -> None:
+    graphs: list[Any] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x * 3, backend=compiler)
+    with _torch.uncompiled(lambda: True):
+        function(torch.ones(2))
+        assert graphs == []
+        thread = threading.Thread(target=function, args=(torch.ones(2),))
+        thread.start()
+        thread.join()
+        assert len(graphs) == 1
 
 
 def test_a_random_number_drawn_in_a_function_that_the_user_compiled_is_never_replayed_stale() -> None:
@@ -122,7 +193,7 @@ def test_a_plain_capture_refuses_a_higher_order_operator_and_leaves_eager_as_it_
         assert torch.equal(choose(x), want)
 
 
-def test_modes_of_this_package_let_dynamo_compile_beside_them() -> None:
+def test_a_function_met_beside_a_mode_of_this_package_is_not_given_up() -> None:
     graphs: list[Any] = []
 
     def compiler(graph: Any, inputs: Any) -> Any:
@@ -136,4 +207,5 @@ def test_modes_of_this_package_let_dynamo_compile_beside_them() -> None:
     function = torch.compile(lambda x: x * 2, backend=compiler)
     with Noting():
         function(torch.ones(2))
-    assert len(graphs) == 1
+    function(torch.ones(2))
+    assert graphs

@@ -164,9 +164,11 @@ class TapeRecording:
 
     def __init__(self) -> None:
         self._mode = _RecordingMode()
+        self._uncompiled = contextlib.ExitStack()
 
     def open(self) -> None:
         """Enter the recording mode; it records nothing yet."""
+        self._uncompiled.enter_context(_torch.uncompiled(lambda: self._mode.operations is not None))
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def begin_segment(self) -> None:
@@ -185,6 +187,7 @@ class TapeRecording:
     def close(self) -> None:
         """Leave the recording mode."""
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._uncompiled.close()
 
     def borrow(self, tensor: Tensor) -> Tensor:
         """Return the tensor: a tape owns all memory that it works on."""
