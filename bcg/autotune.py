@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,7 +28,7 @@ from bcg.ambient import ambient_state
 from bcg.capture import Capturer
 from bcg.config import RunnerConfig
 from bcg.entry import Entry
-from bcg.errors import DoesNotPayError
+from bcg.errors import DoesNotPayError, InterferenceError
 from bcg.model_key import device_key, model_key
 from bcg.recipe import PLAIN, Recipe
 from bcg.signature import Call, Signature
@@ -41,6 +42,7 @@ _ROUNDS: Final = 7
 _FORMAT: Final = 2
 _INSTALLED: Final = "installed"
 _numbers = itertools.count()  # tells apart the files of one process
+_writing = threading.Lock()  # one runner of the process at a time
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def capture_as_told(capturer: Capturer, call: Call, config: RunnerConfig) -> Ent
         return capturer.capture(call)
     try:
         return capturer.capture(call, Recipe(compiled=True))
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, InterferenceError):
         raise  # no property of the compiled code
     except Exception as error:
         _log.warning("captured without compiled code: %s", _first_line(error))
@@ -196,15 +198,16 @@ class ChoiceStore:
         own[signature_digest(signature)] = choice
         # The forward may have moved what is around it: torch orders its attention kernels in a process's first call.
         own[signature_digest(signature.under(ambient_state()))] = choice
-        choices = self._choices = {**self._read(), **own}  # other processes write to the same file
-        content = {"format": _FORMAT, "choices": {key: asdict(value) for key, value in choices.items()}}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_suffix(f".{os.getpid()}.partial")
-            partial.write_text(json.dumps(content, indent=1))
-            partial.replace(self._path)
-        except OSError as error:
-            _log.warning("autotune cache %s is not written: %s", self._path, error)
+        with _writing:
+            choices = self._choices = {**self._read(), **own}  # other processes write to the same file
+            content = {"format": _FORMAT, "choices": {key: asdict(value) for key, value in choices.items()}}
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                partial = self._path.with_suffix(f".{os.getpid()}.partial")
+                partial.write_text(json.dumps(content, indent=1))
+                partial.replace(self._path)
+            except OSError as error:
+                _log.warning("autotune cache %s is not written: %s", self._path, error)
 
     def _load(self) -> dict[str, Choice]:
         if self._choices is None:
@@ -373,7 +376,7 @@ class Tuner:
         for arm, recipe in recipes.items():
             try:
                 entries[arm] = self._capturer.capture(call, recipe)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, InterferenceError):
                 raise  # no property of the arm, and not to be stored as a choice
             except Exception as error:
                 failed[arm] = _first_line(error)

@@ -390,8 +390,9 @@ class Capturer:
         if not self._random and self._seeds(call, inputs, plan, generators, ends):
             self._random = True
             self._put_back(generators)
-        # Once numpy's state could have been moved by another thread.
-        if any(watch.drew_python for watch in watches) or all(watch.moved_numpy for watch in watches):
+        # Once could have been by another thread.
+        moved_each_time = all(watch.moved_python for watch in watches) or all(watch.moved_numpy for watch in watches)
+        if moved_each_time or any(watch.drew_python for watch in watches):
             watches[0].put_back()
             raise HostileOperationError(
                 "every forward draws from Python's or numpy's random numbers, which a replay would not: draw them "

@@ -100,7 +100,7 @@ _SETTINGS: Final = _Form(
 
 def _option(default: Any, form: _Form) -> Any:
     if isinstance(default, dict):
-        return field(default_factory=default.copy, metadata={"form": form})
+        return field(default_factory=default.copy, hash=False, metadata={"form": form})
     return field(default=default, metadata={"form": form})
 
 
@@ -195,6 +195,8 @@ class RunnerConfig:
             value = getattr(self, option.name)
             if not form.check(value):
                 raise ConfigError(f"{option.name}={value!r} is not accepted: give {form.accepted}.")
+        # What the caller does to his dict later is not checked any more.
+        object.__setattr__(self, "compile_options", dict(self.compile_options))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **options: Any) -> RunnerConfig:

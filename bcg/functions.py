@@ -121,26 +121,42 @@ def _dispatcher(function: Any) -> _Dispatcher:
 def _standing(dispatchers: Sequence[_Dispatcher]) -> Iterator[None]:
     """Let dispatchers stand in all places of their functions while a block runs, here or in another thread."""
     with _lock:
-        _put_up({id(dispatcher.function): dispatcher for dispatcher in dispatchers if dispatcher.users == 0})
+        missing = {id(dispatcher.function): dispatcher for dispatcher in dispatchers if dispatcher.users == 0}
         for dispatcher in dispatchers:
             dispatcher.users += 1
+        try:
+            _put_up(missing)
+        except BaseException:
+            _let_go(dispatchers)
+            raise
     try:
         yield
     finally:
         with _lock:
-            for dispatcher in dispatchers:
-                dispatcher.users -= 1
-                if dispatcher.users == 0:
-                    dispatcher.take_down()
+            _let_go(dispatchers)
+
+
+def _let_go(dispatchers: Sequence[_Dispatcher]) -> None:
+    for dispatcher in dispatchers:
+        dispatcher.users -= 1
+        if dispatcher.users == 0:
+            dispatcher.take_down()
+
+
+def _namespace(module: Any) -> dict[str, Any]:
+    """Return a module's globals without asking the module, which may import itself when it is first asked."""
+    try:
+        namespace = object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return {}
+    return namespace if isinstance(namespace, dict) else {}
 
 
 def _put_up(missing: dict[int, _Dispatcher]) -> None:
     if not missing:
         return
     for module in list(sys.modules.values()):
-        namespace = getattr(module, "__dict__", None)
-        if not isinstance(namespace, dict):
-            continue
+        namespace = _namespace(module)
         for name, value in list(namespace.items()):
             dispatcher = missing.get(id(value))
             if dispatcher is not None:

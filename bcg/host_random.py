@@ -24,6 +24,8 @@ class HostRandomWatch:
 
     Attributes:
         drew_python: Whether the block drew from Python's random numbers, or seeded them.
+        moved_python: Whether Python's random numbers moved though nobody was seen to draw, beside other threads: by a
+            function that somebody kept.
         moved_numpy: Whether numpy's random numbers moved meanwhile, by whomever.
 
     Example:
@@ -35,6 +37,7 @@ class HostRandomWatch:
 
     def __init__(self) -> None:
         self.drew_python = False
+        self.moved_python = False
         self.moved_numpy = False
         self._python_state: Any = None
         self._numpy_state: Any = None
@@ -49,8 +52,11 @@ class HostRandomWatch:
 
     def __exit__(self, *exception: object) -> None:
         self._observation.close()
-        if threading.active_count() == 1 and not self._others_drew:
-            self.drew_python = self.drew_python or random.getstate() != self._python_state
+        moved = random.getstate() != self._python_state and not self._others_drew
+        if threading.active_count() == 1:
+            self.drew_python = self.drew_python or moved
+        else:
+            self.moved_python = moved
         self.moved_numpy = _by_value(self._numpy_state) != _by_value(_numpy_state())
 
     def _notice(self, draw: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -62,7 +68,7 @@ class HostRandomWatch:
 
     def put_back(self) -> None:
         """Let random numbers go on where they were before the block, where it drew any."""
-        if self.drew_python:
+        if self.drew_python or self.moved_python:
             random.setstate(self._python_state)
         if self.moved_numpy and self._numpy_state is not None:
             sys.modules["numpy"].random.set_state(self._numpy_state)

@@ -181,3 +181,12 @@ def test_no_text_gets_past_a_count(text: str) -> None:
         assert repr(text) in str(refused)
     else:
         assert config.max_entries >= 1
+
+
+def test_a_config_can_be_hashed_and_keeps_the_options_that_were_checked() -> None:
+    given = {"combo_kernels": False}
+    config = RunnerConfig(compile_options=given)
+    given["combo_kernels"] = True
+    assert config.compile_options == {"combo_kernels": False}
+    assert hash(config) == hash(RunnerConfig(compile_options={"combo_kernels": False}))
+    assert config != RunnerConfig()

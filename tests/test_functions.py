@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 import types
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import bcg
+from bcg import functions
 from bcg.functions import observed, original_function, redirected
 from bcg.patching import resolve_function
 
@@ -124,3 +126,29 @@ def test_eager_functions_are_found_while_another_thread_captures_with_them() -> 
         for value in (1.0, 2.0):
             assert runner(torch.full((2,), value)).tolist() == [3 * value] * 2
     assert found("abc") == 3
+
+
+def test_modules_that_import_themselves_when_asked_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise ImportError("an optional package is missing")
+
+    monkeypatch.setitem(sys.modules, "lazy_module_of_a_test", Lazy("lazy_module_of_a_test"))
+    before = random.random
+    with redirected((random.random, lambda: 7.0)):
+        assert random.random() == 7.0
+    assert random.random is before
+
+
+def test_a_dispatcher_that_cannot_be_put_up_everywhere_stands_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = random.random
+
+    def interrupted(missing: Any) -> None:
+        put_up(missing)
+        raise KeyboardInterrupt
+
+    put_up = functions._put_up
+    monkeypatch.setattr(functions, "_put_up", interrupted)
+    with pytest.raises(KeyboardInterrupt), redirected((random.random, lambda: 7.0)):
+        pass
+    assert random.random is before

@@ -108,3 +108,59 @@ def test_a_capture_is_not_rejected_for_what_another_thread_draws() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+_KEPT = random.random  # a reference that no dispatcher takes the place of
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.layer, self.draw = nn.Linear(4, 4), [draw]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.draw[0]()
+
+
+def test_a_draw_by_a_kept_function_is_refused_beside_an_idle_thread_too() -> None:
+    done = threading.Event()
+    idle = threading.Thread(target=done.wait)
+    idle.start()
+    try:
+        runner = bcg.wrap(Drawing(_KEPT))
+        state = random.getstate()
+        with torch.no_grad():
+            assert not runner.capture(torch.ones(2, 4))
+            assert random.getstate() == state
+            assert "random numbers" in runner.explain(torch.ones(2, 4))
+    finally:
+        done.set()
+        idle.join()
+
+
+def test_a_thread_that_draws_once_by_a_kept_function_costs_no_capture() -> None:
+    drawn: list[float] = []
+
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not drawn:
+                thread = threading.Thread(target=lambda: drawn.append(_KEPT()))
+                thread.start()
+                thread.join()
+            return self.layer(x)
+
+    done = threading.Event()
+    idle = threading.Thread(target=done.wait)
+    idle.start()
+    try:
+        runner = bcg.wrap(Once())
+        with torch.no_grad():
+            assert runner.capture(torch.ones(2, 4))
+    finally:
+        done.set()
+        idle.join()
+    assert len(drawn) == 1

@@ -23,6 +23,7 @@ from bcg.layout import extent
 
 _left_states: Counter[int | None] = Counter()  # state objects that a device's default generator has left behind
 _abandoned: list[torch.cuda.CUDAGraph] = []  # whom torch's allocator of pinned memory asks as long as it lives
+_standing_in = threading.Lock()  # of two that overlap, one would take the other's stand-in for the generator's state
 _POOL_STREAMS_PER_PRIORITY = 32  # torch hands out its streams round robin: c10/cuda/CUDAStream.cpp, kStreamsPerPool
 
 
@@ -419,14 +420,15 @@ def _stand_in_generator(device: torch.device) -> Iterator[None]:
     numbers would then fail. A capture without random operations needs no generator, so the mark goes to a copy.
     """
     generator = torch.cuda.default_generators[device.index]
-    original = generator.graphsafe_get_state()
-    stand_in = torch.Generator(device)
-    stand_in.set_state(generator.get_state())
-    generator.graphsafe_set_state(stand_in.graphsafe_get_state())
-    try:
-        yield
-    finally:
-        generator.graphsafe_set_state(original)
+    with _standing_in:
+        original = generator.graphsafe_get_state()
+        stand_in = torch.Generator(device)
+        stand_in.set_state(generator.get_state())
+        generator.graphsafe_set_state(stand_in.graphsafe_get_state())
+        try:
+            yield
+        finally:
+            generator.graphsafe_set_state(original)
 
 
 def _replace_generator_state(device: torch.device) -> None:
