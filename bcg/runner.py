@@ -273,7 +273,7 @@ class BreakableCudaGraphRunner(BaseRunner):
             # Memory may be there for the next call; the module's own code raises in the eager call, too.
             self._self_counters.add("replay_failures")
             return
-        if not _may_be_bcgs(error):
+        if not _may_be_of_replay(error):
             raise error
         try:
             entry.pool.backend.synchronize(entry.pool.device)
@@ -316,8 +316,7 @@ class BreakableCudaGraphRunner(BaseRunner):
             entry = self._charged_capture(call)
         except Exception as error:
             reason = str(error) if isinstance(error, BcgError) else f"{type(error).__name__}: {error}"
-            # The next try may succeed: memory was short, another thread drew, or a time limit of the user's struck.
-            remember = _may_be_bcgs(error) and not isinstance(error, (torch.OutOfMemoryError, InterferenceError))
+            remember = not isinstance(error, (torch.OutOfMemoryError, InterferenceError))  # the next try may succeed
             moving = error.moving if isinstance(error, StateWriteError) else moving
             # Frames of the failed capture hold its tensors; the eager call that follows needs their memory.
             traceback.clear_frames(error.__traceback__)
@@ -805,10 +804,10 @@ def unwrap(runner: nn.Module) -> nn.Module:
     return runner.transformer if isinstance(runner, ModuleProxy) else runner
 
 
-def _may_be_bcgs(error: Exception) -> bool:
-    """Tell whether a capture or replay may have raised an error, and not a signal handler of the user's (a time limit).
+def _may_be_of_replay(error: Exception) -> bool:
+    """Tell whether a replay may have raised an error, and not a signal handler of the user's (a time limit) meanwhile.
 
-    Those raise torch's errors, built-in ones and bcg's own; eager would not have kept any other from its caller.
+    Segments raise torch's errors, built-in ones and bcg's own; eager would not have kept any other from its caller.
     """
     package = type(error).__module__.partition(".")[0]
     return package in ("torch", "builtins", "bcg") and not isinstance(error, TimeoutError)

@@ -140,35 +140,3 @@ def test_a_rejection_is_explained_though_the_module_moved_on() -> None:
         for _ in range(2):
             runner.__wrapped__(x)
             assert "frequencies" in runner.explain(x)
-
-
-class Limited(nn.Module):
-    """Is struck by a time limit in its first forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not struck:
-            struck.append(True)
-            signal.raise_signal(signal.SIGUSR1)
-        return self.layer(x)
-
-
-struck: list[bool] = []
-
-
-@pytest.mark.usefixtures("_limit")
-def test_an_exception_of_a_signal_handler_in_a_capture_does_not_cost_the_signature() -> None:
-    struck.clear()
-    model = Limited()
-    runner = bcg.wrap(model)
-    with torch.no_grad():
-        assert not runner.capture(torch.randn(2, 8))
-        assert struck and not runner.rejections
-        assert runner.capture(torch.randn(2, 8))
-        for _ in range(2):
-            x = torch.randn(2, 8)
-            assert torch.equal(runner(x), model(x))
-    assert runner.stats.replays == 2
