@@ -506,11 +506,12 @@ class Capturer:
         if self._config.verify == "off":
             entry.verified = "off"
             return None
+        beside_others = threading.active_count() > 1  # they may have ended when they are looked for again
         try:
-            problem = self._problem(entry, call, generators)
+            problem = self._problem(entry, call, generators, _TRIES_BESIDE_OTHERS if beside_others else 1)
         except GuardMiss as miss:
             return miss
-        if problem == _GENERATORS_DIFFER and threading.active_count() > 1:
+        if problem == _GENERATORS_DIFFER and beside_others:
             raise InterferenceError(
                 f"the entry could not be verified in {_TRIES_BESIDE_OTHERS} tries: {problem}, maybe by another thread; "
                 "warm up while none draws random numbers on the device."
@@ -520,10 +521,10 @@ class Capturer:
         entry.verified = "close" if self._is_close() else "exact"
         return None
 
-    def _problem(self, entry: Entry, call: Call, generators: _Generators) -> str | None:
+    def _problem(self, entry: Entry, call: Call, generators: _Generators, tries: int) -> str | None:
         """Say how the entry differs from eager on fresh inputs, if it does; another thread may draw in between."""
         problem: str | None = None
-        for _ in range(_TRIES_BESIDE_OTHERS if threading.active_count() > 1 else 1):
+        for _ in range(tries):
             given = self._fresh_generators(generators) if self._random else generators
             problem = self._compare(entry, call, fresh_inputs(call.tensors), given)
             if problem != _GENERATORS_DIFFER:
