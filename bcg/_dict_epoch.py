@@ -73,16 +73,6 @@ class Epoch:
 @functools.cache
 def epoch() -> Epoch | None:
     """Return the process's write counter, or None where this Python has none or it does not see every write."""
-    return _make()
-
-
-@functools.cache
-def functions_epoch() -> Epoch | None:
-    """Return a second counter, for dicts of modules and classes: a write to a global moves only this one."""
-    return _make()
-
-
-def _make() -> Epoch | None:
     if sys.version_info < _FIRST_VERSION or not _has_gil():
         return None
     try:

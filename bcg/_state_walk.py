@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from bcg import _torch, probes
-from bcg._state_functions import Functions, roots
 from bcg.proxy import ModuleProxy
 
 Token: TypeAlias = tuple[str, Any, Any]
@@ -41,7 +40,6 @@ MAX_DEPTH: Final = 12
 """Containers and objects inside one attribute that are opened; what lies deeper is known by identity."""
 
 CLASSES: Final = "<classes>"
-FUNCTIONS: Final = "<functions>"
 HOOKS: Final = "<global hooks>"
 LIBRARIES: Final = "<libraries>"
 
@@ -125,7 +123,6 @@ class Watched:
         children: ``_modules`` dicts that were not empty, for the types of the modules in them.
         modules: Every module that was walked, held weakly.
         classes: Classes of the modules and objects, with the name of the method that they run.
-        functions: What all of them may call by name.
     """
 
     dicts: list[dict[Any, Any]] = field(default_factory=list)
@@ -137,23 +134,13 @@ class Watched:
     children: list[dict[str, Any]] = field(default_factory=list)
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
     classes: dict[tuple[type, str], None] = field(default_factory=dict)
-    functions: Functions | None = None
 
 
 class Walk:
-    """Walk over one module once.
-
-    Attributes:
-        watched: Where changes would show.
-        known_functions: What an earlier walk found to be called by name, where it is known: it is not looked for again
-            while neither that nor what calls it changed.
-    """
+    """Walk over one module once."""
 
     def __init__(self, root: nn.Module) -> None:
         self.watched = Watched()
-        self.known_functions: Functions | None = None
-        self._callers: dict[type, None] = {}
-        self._callees: list[Any] = []
         self._paths: dict[int, str] = {}
         self._queue: list[tuple[str, nn.Module]] = []
         self._alive: list[Any] = []
@@ -180,15 +167,7 @@ class Walk:
         records[CLASSES] = tuple(
             (f"{kind.__qualname__}.{name}", _identity(getattr(kind, name, kind))) for kind, name in self.watched.classes
         )
-        records[FUNCTIONS] = self._functions()
         return records
-
-    def _functions(self) -> Entries:
-        known = self.known_functions
-        if known is None or known.roots != roots(self._callers, self._callees) or not known.unchanged():
-            known = Functions(self._callers, self._callees, _identity)
-        self.watched.functions = known
-        return known.entries
 
     # --- modules ------------------------------------------------------------------------------------------------------
 
@@ -209,7 +188,6 @@ class Walk:
         self.watched.modules.append(weakref.ref(module))
         self.watched.dicts.append(namespace)
         self.watched.classes[(type(module), "forward")] = None
-        self._callers[type(module)] = None
         entries: list[tuple[str, Token]] = []
         for name, value in list(namespace.items()):
             if name in _WITHOUT_EFFECT:
@@ -301,7 +279,6 @@ class Walk:
 
     def _open(self, value: Any, kind: type, path: str, depth: int) -> Token:
         if isinstance(value, type):
-            self._callees.append(value)
             return ("value", type, value)
         if isinstance(value, enum.Enum):
             return ("value", kind, value.name if value.name is not None else repr(value))
@@ -367,7 +344,6 @@ class Walk:
 
     def _function(self, value: types.FunctionType, path: str, depth: int) -> Token:
         """Name a function by code, defaults and closure: a closure made anew around the same things is the same."""
-        self._callees.append(value)
         if _package(value.__globals__.get("__name__")) in _CLOSED_PACKAGES:
             return _identity(value)  # torch.compile and its kind keep counters and caches in their closures
         self._watch_dict(value.__dict__)
@@ -388,7 +364,6 @@ class Walk:
         slots = _slot_names(kind)
         if not isinstance(namespace, dict) and not slots:
             return _identity(value)
-        self._callers[kind] = None
         if any("__call__" in base.__dict__ for base in kind.__mro__):
             self.watched.classes[(kind, "__call__")] = None
         self.watched.slots.extend((value, name) for name in slots)

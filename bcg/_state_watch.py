@@ -30,9 +30,6 @@ class Watch:
         watched: The live containers that the walk met.
         on_death: Called when a walked module dies, so that what this object holds of it can be let go. (Tensors that
             are replaced while their module lives are held until the next walk.)
-
-    Attributes:
-        functions: What the module's code may call by name.
     """
 
     def __init__(self, root: nn.Module, watched: Watched, on_death: Callable[[Any], None]) -> None:
@@ -49,7 +46,6 @@ class Watch:
         self._slot_values = _slot_values(watched.slots)
         self._classes = list(watched.classes)
         self._methods = _methods(self._classes)
-        self.functions = watched.functions
         self._libraries = probes.ambient_probes()
         self._deaths = [weakref.ref(module, on_death) for module in _living(watched.modules)]
 
@@ -77,7 +73,6 @@ class Watch:
             and _same(_cell_contents(self._cells), self._cell_contents)
             and _same(_slot_values(self._slots), self._slot_values)
             and _same(_methods(self._classes), self._methods)
-            and (self.functions is None or self.functions.unchanged())
             and probes.ambient_probes() == self._libraries
         )
 

@@ -4,15 +4,8 @@ Before every replay `ModuleState.key` proves in a fraction of a millisecond that
 when something did, one walk over the module (`bcg._state_walk`) names its state anew, by value, and a state seen before
 gives the key it had then.
 
-Functions that are replaced after a capture are seen where code calls them by name (`bcg._state_functions`): globals,
-attributes of modules (``F.silu``), methods, and tables of functions that a class holds.
-
-Not seen: other class attributes and module globals, which are data (a flag, a number, an object whose class stays the
-same), and tables among the globals; functions imported or looked up while the forward runs (``import`` inside of a
-function, ``getattr`` by a computed name), or put in place of Python's built-ins or of what the standard library and
-numpy hold; what torch's own functions call, but for ``torch.nn.modules`` and ``torch.nn.functional``, and methods of
-`torch.Tensor`; code that is put into a function that stays (``__code__``, ``__defaults__``); `lru_cache`s, and what
-objects of the standard library and of torch hold inside.
+Not seen: changes of class attributes other than ``forward`` and ``__call__``, of module globals and of ``lru_cache``s,
+and what objects of the standard library and of torch hold inside.
 """
 
 from __future__ import annotations
@@ -27,7 +20,6 @@ from typing import Any, Final
 from torch import nn
 
 from bcg import probes
-from bcg._state_functions import Functions
 from bcg._state_walk import Entries, Token, Walk
 from bcg._state_watch import Watch
 
@@ -148,9 +140,7 @@ class ModuleState:
             return self._walk()
 
     def _walk(self) -> _Known:
-        walk, proven = Walk(self._module), self._proven
-        if proven is not None:
-            walk.known_functions = proven[0].functions
+        walk = Walk(self._module)
         found = walk.run()
         key = StateKey(self._share(found))
         known = self._states.setdefault(key, _Known(key))
@@ -159,19 +149,15 @@ class ModuleState:
             self._states.popitem(last=False)
         self._last = known.key
         watch = Watch(self._module, walk.watched, _forgetter(self))
-        self._proven = (watch, known) if self._is_what_stands(found, walk.watched.functions) else None
+        self._proven = (watch, known) if self._is_what_stands(found) else None
         return known
 
-    def _is_what_stands(self, found: dict[str, Entries], functions: Functions | None) -> bool:
+    def _is_what_stands(self, found: dict[str, Entries]) -> bool:
         """Tell whether a walk found what its watch, made afterwards, takes for the beginning.
 
         What another thread wrote between the two would never be noticed.
         """
-        if threading.active_count() == 1:
-            return True
-        walk = Walk(self._module)
-        walk.known_functions = functions
-        return walk.run() == found
+        return threading.active_count() == 1 or Walk(self._module).run() == found
 
     def _share(self, found: dict[str, Entries]) -> dict[str, _Record]:
         """Reuse the current state's records where a module is the same."""

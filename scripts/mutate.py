@@ -25,7 +25,6 @@ TIMEOUT_S = 1200
 # Tests that are to notice a mutation; the narrowest first, since the first failure ends a run.
 TESTS = {
     "state": ("tests/test_state_guards.py", "tests/test_module_state.py", "tests/test_probes.py"),
-    "functions": ("tests/test_replaced_functions.py",),
     "changes": ("tests/test_module_changes.py",),
     "runner": ("tests/test_state_guards.py", "tests/test_failure_cases.py", "tests/test_runner.py"),
     "ambient": ("tests/test_ambient.py",),
