@@ -7,10 +7,9 @@ calls every one on the installed torch.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +80,7 @@ def uncompiled(applies: Callable[[], bool]) -> Iterator[None]:
 
 
 def _uncompiled_callback(original: Callable[..., Any]) -> Any:
-    @functools.wraps(original)
+    @wraps(original)
     def callback_from_stance(*args: Any, **kwargs: Any) -> Any:
         if not any(applies() for applies in _uncompiled.applies):
             return original(*args, **kwargs)

@@ -507,11 +507,16 @@ def parser(description: str) -> argparse.ArgumentParser:
     return result
 
 
+def names_in(text: str) -> list[str]:
+    """Return the names in a text that separates them by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def choice_list(*choices: str) -> Callable[[str], list[str]]:
     """Return an argparse type for names separated by commas."""
 
     def parse(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",") if name.strip()]
+        names = names_in(text)
         unknown = [name for name in names if name not in choices]
         if unknown or not names:
             raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(choices)}, separated by commas")

@@ -296,8 +296,8 @@ def _parser() -> Any:
     )
     parser.add_argument(
         "--only",
-        type=_names,
-        default=(),
+        type=harness.names_in,
+        default=[],
         metavar="MODEL:SHAPE,...",
         help="of these models only these shapes: flux:256x256,flux:1024x1024",
     )
@@ -314,10 +314,6 @@ def _parser() -> Any:
         help="compile with the caches that TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR name; no cold starts then",
     )
     return parser
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def measure_together(asked: argparse.Namespace, arguments: Sequence[str], report: Report) -> None:
@@ -354,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
         dynamic=None if asked.dynamic == "auto" else False,
         keep_caches=asked.keep_caches,
         deadline=Deadline(asked.time_box),
-        only=asked.only,
+        only=tuple(asked.only),
         gate=Gate(asked.gate.parent, asked.gate.name) if asked.gate is not None else None,
     )
     report = Report("One transformer step", harness.machine(options.device), harness.command_line("step", arguments))
