@@ -1,4 +1,4 @@
-"""Compile a module's repeated blocks, or all of its forward, for captures alone.
+"""Compile a module's repeated blocks and its other parts, or all of its forward, for captures alone.
 
 The module stays as it is: compiled forwards stand in for the originals on the thread that captures, while it does. An
 eager call never compiles, and its result is eager's.
@@ -68,6 +68,40 @@ def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
+def other_parts(module: nn.Module, blocks: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the submodules beside the repeated blocks: embedders, the last norm and projection.
+
+    They are the outermost ones that neither are, hold nor lie in a block. A layer of torch's own is left out: alone it
+    is one kernel, compiled or not.
+
+    Args:
+        module: The model.
+        blocks: What `repeated_blocks` returns for it.
+
+    Returns:
+        Names as in ``named_modules``.
+
+    Example:
+        >>> model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+        >>> model["embed"] = nn.Sequential(nn.Linear(2, 2), nn.SiLU())
+        >>> other_parts(model, repeated_blocks(model))
+        ('embed',)
+    """
+    found: list[str] = []
+    for name, child in module.named_modules():
+        holds_a_block = any(_is_inside(block, [name]) for block in blocks)
+        if holds_a_block or name in blocks or _is_inside(name, [*blocks, *found]) or _is_torch_layer(child):
+            continue
+        found.append(name)
+    return tuple(found)
+
+
+def _is_torch_layer(module: nn.Module) -> bool:
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # they have no forward
+    has_children = next(module.children(), None) is not None
+    return is_container or (type(module).__module__.startswith("torch.") and not has_children)
+
+
 def _is_inside(name: str, others: Collection[str]) -> bool:
     return any(name.startswith(other + ".") or not other for other in others)
 
@@ -121,7 +155,7 @@ class Compiler:
         self._module = module
         self._device = device
         self._config = config
-        self._styles: dict[bool, _Style] = {}
+        self._styles: dict[tuple[bool, type[_CompiledForward]], _Style] = {}
         self._forwards: dict[tuple[str, bool], _CompiledForward] = {}
         self._store: ArtifactStore | None = None
         if config.compile_cache is not None:
@@ -145,23 +179,28 @@ class Compiler:
         chosen = compilable(self._module, names, self._device, broken)
         if not chosen:
             raise CaptureError(f"compile={self._config.compile!r} finds nothing in {type(self._module).__name__}.")
-        return {name: self._forward(name, static_shapes) for name in chosen}
+        forwards = {name: self._forward(name, static_shapes, _CompiledForward) for name in chosen}
+        parts = () if names == ("",) else other_parts(self._module, names)
+        for name in compilable(self._module, parts, self._device, broken):
+            forwards[name] = self._forward(name, static_shapes, _CompiledPart)
+        return forwards
 
-    def _forward(self, name: str, static_shapes: bool) -> _CompiledForward:
+    def _forward(self, name: str, static_shapes: bool, kind: type[_CompiledForward]) -> _CompiledForward:
         # Asked in every capture: a hook, an adapter or another block may have taken the place of what was compiled.
         forward = self._module.get_submodule(name).forward
         known = self._forwards.get((name, static_shapes))
         if known is None or known.forward != forward:
-            known = self._forwards[name, static_shapes] = _CompiledForward(
-                forward, self._style(static_shapes), name or type(self._module).__name__, self._device
+            known = self._forwards[name, static_shapes] = kind(
+                forward, self._style(static_shapes, kind), name or type(self._module).__name__, self._device
             )
         return known
 
-    def _style(self, static_shapes: bool) -> _Style:
-        if static_shapes not in self._styles:
+    def _style(self, static_shapes: bool, kind: type[_CompiledForward]) -> _Style:
+        key = static_shapes, kind
+        if key not in self._styles:
             dynamic = False if static_shapes else _DYNAMIC[self._config.compile_dynamic]
-            self._styles[static_shapes] = _Style(self._config, dynamic)
-        return self._styles[static_shapes]
+            self._styles[key] = _Style(self._config, dynamic)
+        return self._styles[key]
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -245,12 +284,12 @@ class _CompiledForward:
         Raises:
             CaptureError: A host tensor is passed, whose value the kernels would be given, and a graph would bake.
         """
-        for leaf in trees.flatten((args, kwargs)).leaves:
-            if isinstance(leaf, Tensor) and leaf.device.type != self._device_type:
-                raise CaptureError(
-                    f"a tensor on {leaf.device} is passed to compiled {self._name}: its value would be baked into the "
-                    "graph. Pass a number or a tensor on the module's device."
-                )
+        foreign = self._foreign_tensor(args, kwargs)
+        if foreign is not None:
+            raise CaptureError(
+                f"a tensor on {foreign.device} is passed to compiled {self._name}: its value would be baked into the "
+                "graph. Pass a number or a tensor on the module's device."
+            )
         if self._fullgraph != self._style.fullgraph:
             self._recompile()
         try:
@@ -263,6 +302,31 @@ class _CompiledForward:
             self._recompile()
             return self._compiled(*args, **kwargs)
 
+    def _foreign_tensor(self, args: Any, kwargs: Any) -> Tensor | None:
+        leaves = trees.flatten((args, kwargs)).leaves
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return next((tensor for tensor in tensors if tensor.device.type != self._device_type), None)
+
     def _recompile(self) -> None:
         self._fullgraph = self._style.fullgraph
         self._compiled = self._style.compile(self.forward)
+
+
+class _CompiledPart(_CompiledForward):
+    """Runs a compiled forward that is no repeated block, or the module's own where that cannot be one graph.
+
+    Little is won by it, so nothing is given up for it either: neither one graph for each block nor the capture.
+    """
+
+    _is_refused = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        if self._is_refused or self._foreign_tensor(args, kwargs) is not None:
+            return self.forward(*args, **kwargs)
+        try:
+            return self._compiled(*args, **kwargs)
+        except _torch.graph_break_errors() as error:  # raised while it compiles: nothing has run yet
+            _log.info("%s is not compiled: %s", self._name, str(error).partition("\n")[0])
+            self._is_refused = True
+            return self.forward(*args, **kwargs)

@@ -76,11 +76,17 @@ class _Child:
         except subprocess.TimeoutExpired:
             self.stop()
             return f"stopped after {patience_s:.0f} s of timing"
-        if self.results.exists():
-            report: dict[str, Any] = json.loads(self.results.read_text())
-            return report
+        if not self.results.exists():
+            return self._last_words()
+        report: dict[str, Any] = json.loads(self.results.read_text())
+        if self.process.returncode:  # what it wrote before is only a part
+            report["notes"].append(f"{self.name}: {self._last_words()}")
+        return report
+
+    def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1][:300] if lines else f"ended with {self.process.returncode}"
+        ended = f"ended with {self.process.returncode}"
+        return f"{ended}: {lines[-1][:300]}" if lines else ended
 
     def stop(self) -> None:
         self.process.kill()

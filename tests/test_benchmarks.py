@@ -154,6 +154,16 @@ class TestTogether:
         assert isinstance(first, dict) and isinstance(second, dict)
         assert first["end"] <= second["start"]
 
+    def test_what_fails_after_a_part_was_written_is_told_with_the_part(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        written = 'import sys; out = sys.argv[sys.argv.index("--json") + 1]; '
+        written += """open(out, "w").write('{"rows": [1], "notes": []}'); raise SystemExit("no room")"""
+        command = self.script(tmp_path, monkeypatch, "writes_and_fails", written)
+        assert together.run_together({"a": command}, prepare_s=60) == {
+            "a": {"rows": [1], "notes": ["a: ended with 1: no room"]}
+        }
+
     def test_what_fails_or_is_late_is_told_and_the_rest_goes_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -161,7 +171,7 @@ class TestTogether:
         bad = self.script(tmp_path, monkeypatch, "fails", "raise SystemExit('no such thing')")
         late = self.script(tmp_path, monkeypatch, "sleeps", "import time; time.sleep(100)")
         reports = together.run_together({"bad": bad, "late": late, "good": good}, prepare_s=20)
-        assert reports["bad"] == "no such thing"
+        assert reports["bad"] == "ended with 1: no such thing"
         assert reports["late"] == "not prepared after 20 s of compiling"
         assert isinstance(reports["good"], dict)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bcg
 from bcg import _torch
-from bcg.compilation import Compiler, compilable, repeated_blocks
+from bcg.compilation import Compiler, compilable, other_parts, repeated_blocks
 from bcg.entry import Entry
 from bcg.recipe import Recipe
 
@@ -185,6 +185,69 @@ def test_a_host_tensor_given_to_compiled_code_is_refused() -> None:
         forward(torch.randn(4, 8))
 
 
+class Embedder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.silu(self.linear(x)).sin()
+
+
+class Reading(Embedder):
+    """Cannot be one graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if float(x.isnan().sum()) == 0 else 3)
+
+
+class Embedded(Model):
+    def __init__(self, embedder: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed = embedder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.embed(x))
+
+
+def test_the_other_parts_are_the_outermost_modules_of_the_models_own_around_no_block() -> None:
+    model = Embedded(Embedder)
+    model.head = nn.Sequential(nn.LayerNorm(8), Embedder())
+    model.lists = nn.ModuleList([Embedder(), nn.Linear(2, 2)])
+    model.around = Model()
+    model.around.embed = Embedder()
+    model._repeated_blocks = ["Block"]  # type: ignore[assignment]
+    assert other_parts(model, repeated_blocks(model)) == ("embed", "head", "lists.0", "around.embed")
+
+
+@pytest.mark.parametrize(("embedder", "graphs"), [(Embedder, 2), (Reading, 1)])
+def test_parts_beside_the_blocks_are_compiled_where_they_can_be_one_graph(
+    embedder: type[nn.Module], graphs: int
+) -> None:
+    runner = bcg.wrap(Embedded(embedder), compile="blocks", **ARGUMENTS)
+    before = _torch.compiled_graphs()
+    with torch.no_grad():
+        assert runner.capture(torch.randn(4, 8))
+        assert _torch.compiled_graphs() - before == graphs
+        for _ in range(2):
+            x = torch.randn(4, 8)
+            torch.testing.assert_close(runner(x), runner.transformer(x))
+    assert runner.stats.replays == 2
+    assert [entry.verified for entry in runner.entries.values()] == ["close"]
+
+
+def test_a_part_that_is_given_a_host_tensor_runs_as_it_is() -> None:
+    model = Embedded(Embedder)
+    compiler = Compiler(model, torch.device("cpu"), bcg.RunnerConfig(compile="blocks", **ARGUMENTS))
+    forward = compiler.forwards()["embed"]
+    forward._device_type = "cuda"  # type: ignore[attr-defined]
+    before = _torch.compiled_graphs()
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert torch.equal(forward(x), model.embed(x))
+    assert _torch.compiled_graphs() == before
+
+
 def noted(x: Tensor) -> Tensor:
     CALLS.append(1)
     return x * 2
@@ -265,7 +328,9 @@ def test_memory_that_is_missing_is_no_property_of_compiled_code(monkeypatch: pyt
 
 
 def kept_code(runner: Any) -> list[Any]:
-    return runner._capturer()._compiler._styles[False]._backend.made
+    [backend] = {id(style._backend): style._backend for style in runner._capturer()._compiler._styles.values()}.values()
+    made: list[Any] = backend.made
+    return made
 
 
 def test_compiled_code_lives_as_long_as_graphs_may_refer_to_it() -> None:
